@@ -1,0 +1,36 @@
+VENV ?= .venv
+# An interpreter that already holds everything: PYTHON=python3 make test-gpu installs nothing.
+PYTHON ?=
+
+ifeq ($(PYTHON),)
+PY := $(abspath $(VENV))/bin/python
+ENSURE := install
+else
+PY := $(PYTHON)
+ENSURE :=
+endif
+
+SCRIPTS := $(wildcard launch/*.sh) .ci/run
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-gpu lint
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+install: ## virtual environment in VENV (.venv) with everything: 5.5 GB, 3 to 6 minutes, once
+	@launch/install.sh $(abspath $(VENV))
+
+demo: $(ENSURE) ## train a tiny model with its MTP layer on two CPU processes: a few minutes
+	@NPROC=2 CUDA_VISIBLE_DEVICES= PYTHON=$(PY) launch/torchrun.sh pretrain experiment=demo $(ARGS)
+
+test: $(ENSURE) ## the CPU test suite; ARGS="-k name" goes to pytest
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m "not gpu" -q $(ARGS)
+
+test-gpu: $(ENSURE) ## the tests that need a CUDA device
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -q $(ARGS)
+
+lint: $(ENSURE) ## ruff, and the shell scripts
+	$(PY) -m ruff check .
+	@for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+	@if command -v shellcheck >/dev/null; then shellcheck $(SCRIPTS); else echo "shellcheck is not installed: skipped"; fi

@@ -1,0 +1,104 @@
+"""Checks of combinations that need the model's sizes or the world size. Pure; they raise ConfigError."""
+
+import math
+from dataclasses import dataclass
+
+from .errors import raise_if_any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSizes:
+    """The sizes that are split over ranks. None = the model has no such layer."""
+
+    num_attention_heads: int
+    vocab_size: int
+    intermediate_size: int | None = None
+    """Width of the dense MLP."""
+    moe_intermediate_size: int | None = None
+    """Width of one routed expert."""
+    shared_intermediate_size: int | None = None
+    """Width of all shared experts together."""
+    num_experts: int | None = None
+
+
+def check_layout(sizes: LayoutSizes, *, tp: int, ep: int, world_size: int) -> int:
+    """Check that tp, ep and the world size fit each other and the model; return dp = world_size / tp.
+
+    Raises ConfigError that names each key, its value and the values that would do.
+    """
+    split_by_tp = {
+        "num_attention_heads": sizes.num_attention_heads,
+        "vocab_size": sizes.vocab_size,
+        "intermediate_size": sizes.intermediate_size,
+        "moe_intermediate_size": sizes.moe_intermediate_size,
+        "shared expert width": sizes.shared_intermediate_size,
+        "world size": world_size,
+    }
+    split_by_ep = {"num_experts": sizes.num_experts or 1, "world size": world_size}
+    problems = _indivisible("parallel.tp", tp, split_by_tp) + _indivisible("parallel.ep", ep, split_by_ep)
+    raise_if_any(problems)
+    return world_size // tp
+
+
+def check_batch(*, tokens_per_step: int, microbatch_tokens: int, dp: int) -> int:
+    """Return the microbatches per step of one data-parallel rank; ConfigError if they do not come out."""
+    unit = microbatch_tokens * dp
+    if tokens_per_step % unit:
+        below, above = tokens_per_step // unit * unit, (tokens_per_step // unit + 1) * unit
+        near = f"{below} or {above}" if below else f"{above}"
+        raise_if_any(
+            [
+                f"train.tokens_per_step: {tokens_per_step} is not a multiple of "
+                f"train.microbatch_tokens={microbatch_tokens} times dp={dp}; use {near}"
+            ]
+        )
+    return tokens_per_step // unit
+
+
+def check_mtp(
+    *,
+    mtp_layers: int,
+    checkpoint: str | None = None,
+    loss_scale: float | None = None,
+    speculative_tokens: int = 0,
+    allow_fresh: bool = False,
+) -> None:
+    """Refuse an MTP loss or speculation on a model without an MTP layer, before any weight is read.
+
+    `mtp_layers` is num_nextn_predict_layers, or 0 where the checkpoint lacks the layer's tensors.
+    `checkpoint` is checkpoint.load. `allow_fresh` is checkpoint.allow_fresh_mtp, which lets training
+    start the layer from random weights; speculation may then use it only if it is trained.
+    """
+    if mtp_layers > 1:
+        raise_if_any([f"num_nextn_predict_layers: {mtp_layers} is not supported; allowed: 0, 1"])
+    trains = loss_scale is not None
+    if mtp_layers == 1 or (allow_fresh and trains):
+        return
+    problems = []
+    if trains:
+        problems.append(f"mtp.loss_scale: {loss_scale:g} {_no_mtp(checkpoint)}; or set mtp.loss_scale=null")
+    if speculative_tokens > 0:
+        problems.append(
+            f"rollout.speculative_tokens: {speculative_tokens} {_no_mtp(checkpoint)}; "
+            "or set rollout.speculative_tokens=0"
+        )
+    raise_if_any(problems)
+
+
+def _no_mtp(checkpoint: str | None) -> str:
+    if checkpoint is None:
+        return "needs an MTP layer and model.architecture has none; set its num_nextn_predict_layers to 1"
+    return (
+        f"needs an MTP layer and {checkpoint} has none; load its -base checkpoint, or graft that one's "
+        f"layer: python -m recipes.doctor checkpoint.load={checkpoint} graft_from=<base dir> target=<new dir>"
+    )
+
+
+def _indivisible(key: str, ranks: int, sizes: dict[str, int | None]) -> list[str]:
+    present = {name: size for name, size in sizes.items() if size is not None}
+    offenders = [f"{name}={size}" for name, size in present.items() if size % ranks]
+    if not offenders:
+        return []
+    common = math.gcd(*present.values())
+    allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    return [f"{key}: {ranks} does not divide {', '.join(offenders)}; allowed here: {allowed}"]

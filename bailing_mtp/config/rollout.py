@@ -1,0 +1,97 @@
+"""Sections of the recipes that generate: rollout engine, sampling, reinforcement learning, preferences."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    Texts,
+    TokenIds,
+)
+
+Reward = Annotated[str, Field(pattern=r"^(reasoning_gym|math_verify|exact|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
+
+
+class RolloutConfig(Section):
+    """The rollout engine."""
+
+    speculative_tokens: NonNegativeInt = 0
+    """Drafts per step by the MTP layer; 0 = plain decoding, no MTP work at all."""
+    adaptive: bool = False
+    """Choose the drafts per step in 0..speculative_tokens from measured cost and acceptance."""
+    max_running: PositiveInt = 256
+    """Rows decoded together on one rollout replica."""
+    memory_gb: PositiveFloat | None = None
+    """Device memory for caches and states, GiB per rank; null = what max_running full rows need."""
+    keep_memory: bool = False
+    """Keep caches and graphs between rollouts instead of handing their memory to training."""
+    cuda_graphs: bool = False
+    """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one."""
+    kernels: Literal["torch", "triton"] = "torch"
+    """Decode kernels: the torch twins (any device), or Triton."""
+    draft_vocabulary: Text | None = None
+    """JSON file with the token ids that drafts are drawn from; null = all."""
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn and when a response ends. A line of prompts may carry its own values."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits; 0 = greedy."""
+    top_k: PositiveInt | None = None
+    """Keep the k likeliest tokens; null = all."""
+    top_p: Fraction = 1.0
+    """Keep the likeliest tokens while the mass before them is <= top_p; 1 = all."""
+    min_new_tokens: NonNegativeInt = 0
+    """Response tokens before a stop token may be drawn."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response in tokens."""
+    seed: NonNegativeInt | None = None
+    """Seed of the noise; null = that of the run."""
+    stop_token_ids: TokenIds = ()
+    """Token ids that end a response, beside the tokenizer's end of text."""
+    stop_strings: Texts = ()
+    """Texts that end a response."""
+    suppress_token_ids: TokenIds = ()
+    """Token ids that are never drawn."""
+    ignore_eos: bool = False
+    """Do not end at the tokenizer's end of text."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses per prompt."""
+
+
+class RlConfig(Section):
+    """Policy-gradient training on rollouts."""
+
+    loss: Literal["grpo", "gspo"] = "grpo"
+    """Importance ratio per token, or per sequence."""
+    reward: Reward = "reasoning_gym"
+    """reasoning_gym, math_verify, exact, or module:function."""
+    advantage: Literal["group", "rloo"] = "group"
+    """Reward standardised within a prompt's samples, or minus the mean of the others."""
+    clip_low: PositiveFloat = 0.2
+    """Ratios below 1 - clip_low are clipped."""
+    clip_high: PositiveFloat = 0.2
+    """Ratios above 1 + clip_high are clipped."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term to the reference model; 0 = no reference model."""
+    routing_replay: bool = False
+    """Train with the experts that the rollout chose."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts rolled out / prompts trained; the slowest are cancelled."""
+
+
+class DpoConfig(Section):
+    """Direct preference optimisation."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull to the reference model."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs taken as labelled the wrong way round."""

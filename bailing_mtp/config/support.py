@@ -1,0 +1,115 @@
+"""The one table of optional backends: what each needs, and whether this version has it wired in.
+
+To lift an entry: wire the backend, set `supported=True`, and move its test from "refused" to "required".
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import raise_if_any
+from .section import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One value of one key that needs something beyond the base install."""
+
+    path: str
+    """Dotted key."""
+    value: str
+    """The value that asks for the backend."""
+    instead: str
+    """Values of the key that need nothing."""
+    module: str | None = None
+    """Module that must be importable; None = nothing to install."""
+    install: str = ""
+    """Command that installs the module."""
+    needs_gpu: bool = False
+    """Runs on a CUDA device only."""
+    supported: bool = True
+    """False = known by name, refused by this version."""
+
+
+OPTIONS = (
+    Option(
+        path="model.kda",
+        value="fla",
+        instead="torch",
+        module="fla",
+        install="pip install fla-core==0.6.0",
+        needs_gpu=True,
+    ),
+    Option(
+        path="model.backend",
+        value="te",
+        instead="local",
+        module="transformer_engine",
+        install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        needs_gpu=True,
+        supported=False,
+    ),
+    Option(
+        path="model.attention",
+        value="flash",
+        instead="sdpa",
+        module="flash_attn",
+        install="pip install --no-build-isolation flash-attn",
+        needs_gpu=True,
+        supported=False,
+    ),
+    Option(
+        path="optim.fused",
+        value="apex",
+        instead="none",
+        module="apex",
+        # The apex of PyPI is another project.
+        install="pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
+        needs_gpu=True,
+        supported=False,
+    ),
+    Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
+    Option(path="optim.offload", value="cpu", instead="none", needs_gpu=True, supported=False),
+)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be found, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def check_backends(
+    config: Section, *, has_gpu: bool, installed: Callable[[str], bool] = is_installed
+) -> None:
+    """Refuse every chosen backend that this version, this machine or this install does not have.
+
+    Raises ConfigError; reads nothing but the config, so it runs before anything is loaded.
+    """
+    problems = []
+    for option in OPTIONS:
+        if _value_at(config, option.path) != option.value:
+            continue
+        reason = _reason(option, has_gpu, installed)
+        if reason:
+            problems.append(f"{option.path}: {option.value!r} {reason}")
+    raise_if_any(problems)
+
+
+def _reason(option: Option, has_gpu: bool, installed: Callable[[str], bool]) -> str:
+    if not option.supported:
+        return f"is not supported by this version; allowed: {option.instead}"
+    if option.needs_gpu and not has_gpu:
+        return f"needs a CUDA device and there is none here; allowed: {option.instead}"
+    if option.module is not None and not installed(option.module):
+        return f"needs the module {option.module!r}; install it with: {option.install}"
+    return ""
+
+
+def _value_at(config: Section, path: str) -> object:
+    """The value of a dotted key, or None where this recipe has no such section."""
+    node: object = config
+    for name in path.split("."):
+        if name not in type(node).model_fields:
+            return None
+        node = getattr(node, name)
+    return node

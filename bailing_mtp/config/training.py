@@ -1,0 +1,151 @@
+"""Sections of the training recipes: model, layout, data, steps, optimizer, checkpoints, MTP loss, logs."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from .section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    UnitFloat,
+)
+
+
+class ModelConfig(Section):
+    """What is built, in which dtype, with which kernels. Every choice is explicit; nothing falls back."""
+
+    name: Text = "checkpoint"
+    """Label for logs; the name of the file under conf/model."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of parameters and activations (A_log, dt_bias and the expert bias stay fp32)."""
+    backend: Literal["local", "te"] = "local"
+    """Linear and norm layers: this package's own, or transformer-engine's."""
+    attention: Literal["sdpa", "flash"] = "sdpa"
+    """Softmax attention of the MLA layers in training: torch's, or flash-attn's."""
+    kda: Literal["torch", "fla"] = "torch"
+    """Chunked KDA in training: the torch twin (any device), or fla's Triton kernels (GPU only)."""
+    architecture: dict[str, JsonValue] | None = None
+    """Sizes under the key names of an HF config.json; null = read from checkpoint.load."""
+
+
+class ParallelConfig(Section):
+    """Layout of the ranks. Data parallel size is world size / tp; sequence parallel follows tp > 1."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks (whole experts; expert-tensor-parallel size is 1)."""
+
+
+class DataConfig(Section):
+    """Where documents come from and how they become token ids."""
+
+    path: Text
+    """JSONL file, a directory of them, or reasoning_gym:<task>[,<task>...] (generated, no file)."""
+    seq_tokens: PositiveInt = 4096
+    """Longest document in tokens; a longer one is cut into documents of at most this length."""
+    tokenizer: Text | None = None
+    """tokenizer.json or a directory that holds it; null = that of checkpoint.load, else a byte-level BPE
+    trained on the data."""
+    vocab_size: PositiveInt = 4096
+    """Entries of the BPE that is trained when there is no tokenizer."""
+    bad_lines: Literal["fail", "skip"] = "fail"
+    """A line that cannot be read: stop and name file and line, or leave it out and count it."""
+
+
+class TrainConfig(Section):
+    """Length and size of the run. All token counts include padding."""
+
+    steps: PositiveInt
+    """Optimizer steps."""
+    tokens_per_step: PositiveInt = 32768
+    """Tokens per optimizer step over all data-parallel ranks; a multiple of microbatch_tokens * dp."""
+    microbatch_tokens: PositiveInt = 4096
+    """Tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward."""
+    log_every: PositiveInt = 1
+    """Steps between two lines of metrics.jsonl."""
+    eval_every: PositiveInt | None = None
+    """Steps between two evaluations on held-out documents; null = none."""
+    eval_steps: PositiveInt = 4
+    """Steps' worth of held-out tokens per evaluation."""
+
+
+class OptimConfig(Section):
+    """AdamW, its schedule and the router's bias update."""
+
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """Optimizer; states in fp32, or in 8 bits."""
+    lr: PositiveFloat = 3e-4
+    """Learning rate after warm-up."""
+    min_lr_ratio: UnitFloat = 0.1
+    """Last learning rate / lr (cosine and wsd)."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """Course of the learning rate after warm-up; wsd = constant, then linear decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Steps of decay; null = all after warm-up for cosine, a fifth of the run for wsd."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; norms, biases, A_log and dt_bias are exempt."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: PositiveFloat | None = 1.0
+    """Largest global gradient norm of the trunk; null = no clipping."""
+    mtp_clip_grad: PositiveFloat | None = None
+    """Largest gradient norm of the MTP layer, clipped apart from the trunk; null = that of clip_grad."""
+    fused: Literal["none", "apex"] = "none"
+    """Fused optimizer kernels: torch's own, or those of NVIDIA apex."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where optimizer states live between steps."""
+    expert_bias_rate: NonNegativeFloat = 1e-3
+    """Step of the router's load-balancing bias per optimizer step; 0 = frozen."""
+
+
+class CheckpointConfig(Section):
+    """What is read at start and what is written to <run_dir>/checkpoints."""
+
+    load: Text | None = None
+    """HF checkpoint directory, or a sharded checkpoint of this package; null = random weights."""
+    save_every: PositiveInt | None = None
+    """Steps between two checkpoints; null = one, after the last step."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto = continue from the newest checkpoint of run_dir, if it has one."""
+    allow_fresh_mtp: bool = False
+    """Start the MTP layer from random weights when the checkpoint has none."""
+
+
+class MtpConfig(Section):
+    """The MTP training loss: total = lm + loss_scale * sum_d depth_decay**(d-1) * loss_d."""
+
+    loss_scale: PositiveFloat | None = None
+    """Weight of the MTP loss; null = off. A checkpoint's own factor is never used."""
+    objective: Literal["hard", "soft"] = "hard"
+    """Cross-entropy to the token of the data, or to the trunk's own detached distribution."""
+    detach: bool = False
+    """true = only the MTP layer learns from the MTP loss; false = trunk, embedding and head learn too."""
+    depth: PositiveInt = 1
+    """Tokens ahead that are trained by unrolling the one layer."""
+    depth_decay: Fraction = 0.7
+    """Weight of depth d+1 relative to depth d."""
+
+
+class LogConfig(Section):
+    """Where metrics go beside <run_dir>/metrics.jsonl; rank 0 only."""
+
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Weights & Biases mode; offline writes <run_dir>/wandb and needs no network."""
+    project: Text = "bailing_mtp"
+    """Weights & Biases project."""

@@ -1,0 +1,1 @@
+"""The nouns of the project: small frozen dataclasses that travel between the storeys."""

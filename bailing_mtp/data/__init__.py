@@ -1,0 +1,1 @@
+"""Text to packed token batches: tokenizer, document sources, token shards, packing, loader."""

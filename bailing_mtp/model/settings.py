@@ -1,0 +1,97 @@
+"""How a model is built (dtype, kernels, recompute), and megatron-core's view of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Choices that do not change what the model computes, only how.
+
+    dtype: of the parameters (A_log, dt_bias and expert_bias are fp32 everywhere).
+    router_dtype: of the router weight, as the checkpoint stores it; its matmul is always fp32.
+    kda: "torch" (the twin, any device) or "fla" (GPU kernels).
+    attention: "sdpa".
+    expert_bias_rate: step of the online balance; 0 leaves the bias as loaded.
+    """
+
+    dtype: torch.dtype
+    router_dtype: torch.dtype
+    kda: Literal["torch", "fla"] = "torch"
+    attention: Literal["sdpa"] = "sdpa"
+    recompute: Literal["none", "full"] = "none"
+    expert_bias_rate: float = 0.0
+
+
+def transformer_config(arch: Architecture, settings: ModelSettings, context: ParallelContext) -> TransformerConfig:
+    """megatron-core's configuration of this model on these ranks.
+
+    Sequence parallel follows tp > 1. Gradients are sums (calculate_per_token_loss): every loss is divided
+    by its own global count before backward, so DDP must not average.
+    """
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        ffn_hidden_size=arch.intermediate_size,
+        kv_channels=arch.kda_head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        params_dtype=settings.dtype,
+        bf16=settings.dtype is torch.bfloat16,
+        pipeline_dtype=settings.dtype,
+        use_cpu_initialization=context.device.type == "cpu",
+        perform_initialization=False,
+        tensor_model_parallel_size=context.tp,
+        sequence_parallel=context.tp > 1,
+        expert_model_parallel_size=context.ep,
+        expert_tensor_parallel_size=1,
+        calculate_per_token_loss=True,
+        **_moe_options(arch, settings),
+        **_recompute_options(settings),
+    )
+
+
+def _moe_options(arch: Architecture, settings: ModelSettings) -> dict[str, Any]:
+    plans = arch.trunk_plan() + ((arch.mtp_plan(),) if arch.num_mtp_layers else ())
+    if all(plan.mlp == "dense" for plan in plans):
+        return {}
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_layer_freq": [int(plan.mlp == "moe") for plan in arch.trunk_plan()],
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": arch.shared_intermediate_size,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_router_num_groups": arch.num_groups,
+        "moe_router_group_topk": arch.groups_per_token,
+        "moe_router_topk_scaling_factor": arch.routed_scaling_factor,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": settings.expert_bias_rate,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _recompute_options(settings: ModelSettings) -> dict[str, Any]:
+    if settings.recompute == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,0 +1,68 @@
+"""megatron-core layer specs from the layer plan."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from bailing_mtp.contracts.architecture import Architecture, LayerPlan
+from bailing_mtp.model.kda import KdaMixer
+from bailing_mtp.model.layers import RmsNorm
+from bailing_mtp.model.mla import GatedMla
+from bailing_mtp.model.mlp import SharedExpert, StackedExperts, SwiGluMlp
+from bailing_mtp.model.router import GroupLimitedRouter
+from bailing_mtp.model.settings import ModelSettings
+
+KDA_KERNELS = {"torch": "bailing_mtp.kernels.reference.kda", "fla": "bailing_mtp.kernels.kda"}
+
+
+def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockSubmodules:
+    """The trunk: one spec per planned layer, and the final norm."""
+    layers = [
+        ModuleSpec(module=TransformerLayer, submodules=layer_submodules(plan, arch, settings))
+        for plan in arch.trunk_plan()
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def layer_submodules(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> TransformerLayerSubmodules:
+    """Pre-norm residual layer: mixer, then MLP (Bailing V3 spec section 2)."""
+    return TransformerLayerSubmodules(
+        input_layernorm=RmsNorm,
+        self_attention=_mixer(plan, arch, settings),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RmsNorm,
+        mlp=_mlp(plan, arch, settings),
+        mlp_bda=get_bias_dropout_add,
+    )
+
+
+def _mixer(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> ModuleSpec:
+    if plan.mixer == "mla":
+        return ModuleSpec(module=GatedMla, params={"arch": arch})
+    kernels = importlib.import_module(KDA_KERNELS[settings.kda])
+    return ModuleSpec(module=KdaMixer, params={"arch": arch, "kernels": kernels})
+
+
+def _mlp(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> functools.partial:
+    if plan.mlp == "dense":
+        return functools.partial(SwiGluMlp, width=arch.intermediate_size)
+    shared = None
+    if arch.shared_intermediate_size:
+        shared = functools.partial(
+            SharedExpert, width=arch.shared_intermediate_size, limit=plan.shared_swiglu_limit
+        )
+    return functools.partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=functools.partial(StackedExperts, limit=plan.swiglu_limit),
+            shared_experts=shared,
+            router=functools.partial(GroupLimitedRouter, weight_dtype=settings.router_dtype),
+        ),
+    )

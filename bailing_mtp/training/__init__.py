@@ -1,0 +1,1 @@
+"""Training: state, objective, the one step that all recipes share, schedule, metrics."""

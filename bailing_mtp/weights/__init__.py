@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in and out: the name table, streamed loading of any shard, and export."""

@@ -1,0 +1,1 @@
+"""The verbs: python -m recipes.<verb> [overrides]. Only they know hydra, wandb and the environment."""

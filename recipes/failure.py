@@ -1,0 +1,61 @@
+"""How a run ends on a user's mistake: exit code 1 and one message, whatever the number of ranks."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bailing_mtp.config import UserError
+
+from .ranks import Ranks
+
+# The launcher ends the other ranks within about a second of the first exit.
+FIRST_RANK_PRINTS_WITHIN_S = 10.0
+
+
+@contextmanager
+def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) -> Iterator[None]:
+    """Turn a UserError, or a file that cannot be opened, into one message and exit code 1.
+
+    A mistake in the config meets all ranks alike, so the first rank prints it at once and the launcher then
+    ends the others while they wait. A rank that outlives `patience_s` failed alone, and says so itself.
+    Any other exception keeps its traceback.
+    """
+    try:
+        yield
+    except (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        if not ranks.is_first:
+            time.sleep(patience_s)
+        print(_message(error, ranks), file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def fail_together(error: UserError | None) -> None:
+    """Raise the same UserError on every rank if any rank brings one. Collective: every rank must call it.
+
+    Without a process group this is the local `raise`. Ranks with equal messages are named together.
+    """
+    # torch is slow to import, and most mistakes are found before it is needed.
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    mine = None if error is None else (str(error), str(Ranks.from_environment()))
+    everyone: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    by_message: dict[str, list[str]] = {}
+    for message, who in filter(None, everyone):
+        by_message.setdefault(message, []).append(who)
+    if not by_message:
+        return
+    if len(by_message) == 1 and None not in everyone:
+        raise UserError(next(iter(by_message)))
+    raise UserError("\n".join(f"{', '.join(who)}: {message}" for message, who in by_message.items()))
+
+
+def _message(error: UserError | OSError, ranks: Ranks) -> str:
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    where = "" if ranks.is_first else f"{ranks}: "
+    return f"error: {where}" + text.replace("\n", "\n  ")

@@ -1,0 +1,76 @@
+"""One directory per run, chosen once for all ranks, and never another run's."""
+
+import os
+import time
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from bailing_mtp.config import ConfigError, RunConfig
+
+from .ranks import Ranks
+
+RESOLVED = "config.resolved.yaml"
+
+
+def default_run_dir(verb: str, ranks: Ranks) -> str:
+    """RUN_DIR as the launch scripts set it, else outputs/<verb>/<timestamp> for a process that is alone.
+
+    Several ranks would each read their own clock, so without RUN_DIR they must be given run_dir=.
+    """
+    given = os.environ.get("RUN_DIR")
+    if given:
+        return given
+    if ranks.world_size > 1:
+        return "???"
+    return f"outputs/{verb}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+
+
+def require_run_dir(plain: dict[str, object], ranks: Ranks) -> None:
+    """Refuse a launch of several ranks that was told no run directory."""
+    if "run_dir" not in plain:
+        raise ConfigError(
+            f"run_dir: {ranks.world_size} ranks must agree on one directory; "
+            "start with launch/torchrun.sh <verb>, or give run_dir=<dir>"
+        )
+
+
+def check_run_dir(config: RunConfig) -> None:
+    """Refuse a run_dir that holds another run, unless this one continues it. Reads only; rank 0 only."""
+    run_dir = Path(config.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run_dir: {config.run_dir!r} is a file; name a directory")
+    if not (run_dir / RESOLVED).exists() and not (run_dir / "metrics.jsonl").exists():
+        return
+    if config.checkpoint.resume == "auto" and any(run_dir.glob("checkpoints/step_*")):
+        return
+    raise ConfigError(
+        f"run_dir: {config.run_dir!r} already holds a run; name another directory, or continue it with "
+        "checkpoint.resume=auto, which needs a checkpoint under its checkpoints/"
+    )
+
+
+def open_run_dir(config: RunConfig) -> list[str]:
+    """Make run_dir and write the config in force, once; rank 0 only.
+
+    A run that continues keeps the file of its first start; returns a line for each key that differs from it.
+    """
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    target = run_dir / RESOLVED
+    values = config.model_dump(mode="json")
+    if target.exists():
+        return _differences(OmegaConf.to_container(OmegaConf.load(target)), values)
+    partial = target.with_suffix(".partial")
+    partial.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
+    partial.rename(target)
+    return []
+
+
+def _differences(old: object, new: object, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for key in {**old, **new}:
+            lines += _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        return lines
+    return [] if old == new else [f"{path}: {old} at first start, now {new}"]

@@ -1,0 +1,131 @@
+"""From a config to ranks, architecture and a filled model: what every recipe with a model begins with."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bailing_mtp.config import LayoutSizes, ModelConfig, RunConfig, check_layout
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.errors import UserError
+from bailing_mtp.log import duration
+from bailing_mtp.model.build import BuiltModel, build_model, count_parameters
+from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.parallel.context import ParallelContext, build_context
+from bailing_mtp.weights.check import check_tensors
+from bailing_mtp.weights.checkpoint_files import TORCH_DTYPES, open_checkpoint, read_architecture
+from bailing_mtp.weights.fresh import init_fresh
+from bailing_mtp.weights.load import load_hf
+from bailing_mtp.weights.names import Shard
+
+from .ranks import Ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from, known before any process group exists."""
+
+    arch: Architecture
+    directory: Path | None
+    """HF checkpoint, or None for random weights."""
+    holds_mtp: bool
+    router_dtype: torch.dtype | None
+    """Stored dtype of the router weights, None for random weights."""
+
+
+def find_source(config: RunConfig) -> Source:
+    """Read the architecture from checkpoint.load, else from model.architecture. Raises UserError."""
+    if config.checkpoint.load is None:
+        arch = Architecture.from_hf(config.model.architecture or {}, "model.architecture", strict=True)
+        return Source(arch, None, arch.num_mtp_layers > 0, None)
+    directory = Path(config.checkpoint.load)
+    if not directory.is_dir():
+        raise UserError(
+            f"checkpoint.load: {config.checkpoint.load!r} is not a directory; allowed: an HF checkpoint"
+        )
+    arch = read_architecture(directory)
+    files = open_checkpoint(directory)
+    routers = [
+        TORCH_DTYPES[t.dtype] for name, t in files.tensors.items() if name.endswith(".mlp.gate.weight")
+    ]
+    return Source(
+        arch, directory, bool(check_tensors(files, arch).mtp_present), routers[0] if routers else None
+    )
+
+
+def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
+    """Check the layout, then form the process groups on the GPU if there is one, else on the CPU."""
+    ranks = Ranks.from_environment()
+    sizes = LayoutSizes(
+        num_attention_heads=arch.num_heads,
+        vocab_size=arch.vocab_size,
+        intermediate_size=arch.intermediate_size,
+        moe_intermediate_size=arch.moe_intermediate_size if arch.num_experts else None,
+        shared_intermediate_size=arch.shared_intermediate_size,
+        num_experts=arch.num_experts,
+    )
+    check_layout(sizes, tp=config.parallel.tp, ep=config.parallel.ep, world_size=ranks.world_size)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return build_context(config.parallel.tp, config.parallel.ep, config.seed, device_type, local_rank)
+
+
+def leave_ranks() -> None:
+    """End the process group, so that the launcher sees a clean exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_model(
+    config: RunConfig,
+    source: Source,
+    context: ParallelContext,
+    with_mtp: bool,
+    recompute: str = "none",
+    expert_bias_rate: float = 0.0,
+) -> BuiltModel:
+    """Build this rank's shards and fill them from the checkpoint, or at random from the seed; says what it did."""
+    started_s = time.monotonic()
+    settings = model_settings(config.model, source, recompute, expert_bias_rate)
+    built = build_model(source.arch, settings, context, with_mtp)
+    shard = Shard(context.tp, context.tp_rank, context.ep, context.ep_rank)
+    if source.directory is None:
+        init_fresh(source.arch, shard, built.trunk, built.mtp, config.seed)
+        origin = f"random from seed {config.seed}"
+    else:
+        report = load_hf(source.directory, source.arch, shard, built.trunk, built.mtp)
+        origin = f"{report.n_tensors} tensors, {report.read_bytes / 2**20:.0f} MiB from {source.directory}"
+        if context.is_writer and report.mtp_loss_scaling_factor:
+            print(
+                f"  ignored: mtp_loss_scaling_factor={report.mtp_loss_scaling_factor} of the checkpoint's config; "
+                "mtp.loss_scale decides"
+            )
+    if context.is_writer:
+        mtp = "with" if with_mtp else "without"
+        print(
+            f"model: {count_parameters(*built.modules):,} parameters on this rank, {mtp} the MTP layer "
+            f"({origin}), {duration(time.monotonic() - started_s)}",
+            flush=True,
+        )
+    return built
+
+
+def model_settings(
+    model: ModelConfig, source: Source, recompute: str = "none", expert_bias_rate: float = 0.0
+) -> ModelSettings:
+    """The router weight keeps the checkpoint's dtype, but never less than the model's own (fp32 runs are fp32)."""
+    dtype = DTYPES[model.dtype]
+    router_dtype = dtype if source.router_dtype is None or dtype is torch.float32 else source.router_dtype
+    return ModelSettings(
+        dtype=dtype,
+        router_dtype=router_dtype,
+        kda=model.kda,
+        attention=model.attention,
+        recompute=recompute,
+        expert_bias_rate=expert_bias_rate,
+    )

@@ -1,0 +1,133 @@
+"""Combinations that need the model's sizes, the world size or the machine."""
+
+import pytest
+
+from bailing_mtp.config import (
+    ConfigError,
+    LayoutSizes,
+    PretrainConfig,
+    ScoreConfig,
+    build_config,
+    check_backends,
+    check_batch,
+    check_layout,
+    check_mtp,
+)
+
+SIZES = LayoutSizes(
+    num_attention_heads=16,
+    vocab_size=157184,
+    intermediate_size=4608,
+    moe_intermediate_size=512,
+    shared_intermediate_size=512,
+    num_experts=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "world_size", "dp"), [(1, 1, 1, 1), (2, 2, 2, 1), (2, 4, 4, 2), (1, 8, 8, 8), (16, 1, 16, 1)]
+)
+def test_layout_that_fits_gives_dp(tp: int, ep: int, world_size: int, dp: int):
+    assert check_layout(SIZES, tp=tp, ep=ep, world_size=world_size) == dp
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "world_size", "line"),
+    [
+        (3, 1, 3, "parallel.tp: 3 does not divide num_attention_heads=16, vocab_size=157184, moe_inter"),
+        (2, 1, 3, "parallel.tp: 2 does not divide world size=3; allowed here: 1"),
+        (4, 1, 6, "parallel.tp: 4 does not divide world size=6; allowed here: 1, 2"),
+        (1, 3, 3, "parallel.ep: 3 does not divide num_experts=128; allowed here: 1"),
+        (2, 4, 2, "parallel.ep: 4 does not divide world size=2; allowed here: 1, 2"),
+    ],
+)
+def test_layout_that_does_not_fit_is_named(tp: int, ep: int, world_size: int, line: str):
+    with pytest.raises(ConfigError) as caught:
+        check_layout(SIZES, tp=tp, ep=ep, world_size=world_size)
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize("name", ["intermediate_size", "moe_intermediate_size", "vocab_size"])
+def test_each_split_width_is_looked_at(name: str):
+    sizes = LayoutSizes(**{"num_attention_heads": 4, "vocab_size": 64, name: 6})
+    with pytest.raises(ConfigError, match=f"parallel.tp: 4 does not divide {name}=6; allowed here: 1, 2$"):
+        check_layout(sizes, tp=4, ep=1, world_size=4)
+
+
+def test_shared_expert_width_is_looked_at():
+    sizes = LayoutSizes(num_attention_heads=4, vocab_size=64, shared_intermediate_size=6)
+    with pytest.raises(ConfigError, match="shared expert width=6"):
+        check_layout(sizes, tp=4, ep=1, world_size=4)
+
+
+def test_dense_model_allows_only_ep_1():
+    dense = LayoutSizes(num_attention_heads=16, vocab_size=64, intermediate_size=64)
+    with pytest.raises(ConfigError, match="parallel.ep: 2 does not divide num_experts=1; allowed here: 1"):
+        check_layout(dense, tp=2, ep=2, world_size=2)
+
+
+def test_batch():
+    assert check_batch(tokens_per_step=4096, microbatch_tokens=512, dp=2) == 4
+    with pytest.raises(ConfigError, match="5000 is not a multiple.*=512 times dp=2; use 4096 or 5120"):
+        check_batch(tokens_per_step=5000, microbatch_tokens=512, dp=2)
+    with pytest.raises(ConfigError, match="use 1024$"):
+        check_batch(tokens_per_step=512, microbatch_tokens=512, dp=2)
+
+
+def test_mtp_asked_of_a_checkpoint_without_the_layer():
+    with pytest.raises(ConfigError) as caught:
+        check_mtp(mtp_layers=0, checkpoint="ckpt/tiny", loss_scale=0.1, speculative_tokens=2)
+    loss, speculation = caught.value.problems
+    assert loss.startswith("mtp.loss_scale: 0.1 needs an MTP layer and ckpt/tiny has none")
+    assert speculation.startswith("rollout.speculative_tokens: 2 needs an MTP layer and ckpt/tiny has none")
+    for line in (loss, speculation):
+        assert "-base checkpoint" in line and "doctor checkpoint.load=ckpt/tiny graft_from=" in line
+
+
+def test_mtp_where_it_may_be_asked():
+    check_mtp(mtp_layers=0, checkpoint="ckpt")
+    check_mtp(mtp_layers=1, checkpoint="ckpt", loss_scale=0.1, speculative_tokens=2)
+    check_mtp(mtp_layers=0, checkpoint="ckpt", loss_scale=0.1, speculative_tokens=2, allow_fresh=True)
+    with pytest.raises(ConfigError, match="rollout.speculative_tokens: 2"):
+        check_mtp(mtp_layers=0, checkpoint="ckpt", speculative_tokens=2, allow_fresh=True)
+    with pytest.raises(ConfigError, match="model.architecture has none; set its num_nextn_pre"):
+        check_mtp(mtp_layers=0, loss_scale=0.1)
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers: 2 is not supported; allowed: 0, 1"):
+        check_mtp(mtp_layers=2)
+
+
+def pretrain(**sections: dict) -> PretrainConfig:
+    plain = {"run_dir": "out", "data": {"path": "x"}, "train": {"steps": 10}, "checkpoint": {"load": "hf"}}
+    return build_config(PretrainConfig, plain | sections)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "allowed"),
+    [
+        ("model", "backend", "te", "local"),
+        ("model", "attention", "flash", "sdpa"),
+        ("optim", "fused", "apex", "none"),
+        ("optim", "name", "adamw8bit", "adamw"),
+        ("optim", "offload", "cpu", "none"),
+    ],
+)
+def test_what_is_not_wired_in_is_refused_by_name(section: str, key: str, value: str, allowed: str):
+    with pytest.raises(ConfigError) as caught:
+        check_backends(pretrain(**{section: {key: value}}), has_gpu=True, installed=lambda module: True)
+    line = f"{section}.{key}: {value!r} is not supported by this version; allowed: {allowed}"
+    assert caught.value.problems == (line,)
+
+
+def test_fla_needs_a_gpu_and_the_package():
+    config = pretrain(model={"kda": "fla"})
+    with pytest.raises(ConfigError, match="model.kda: 'fla' needs a CUDA device.*allowed: torch"):
+        check_backends(config, has_gpu=False, installed=lambda module: True)
+    with pytest.raises(ConfigError, match="model.kda: 'fla' needs the module 'fla'.*pip install fla-core"):
+        check_backends(config, has_gpu=True, installed=lambda module: False)
+    check_backends(config, has_gpu=True, installed=lambda module: module == "fla")
+
+
+def test_defaults_need_nothing_in_any_recipe():
+    check_backends(pretrain(), has_gpu=False, installed=lambda module: False)
+    score = {"run_dir": "out", "checkpoint": {"load": "hf"}, "input": "a", "output": "b"}
+    check_backends(build_config(ScoreConfig, score), has_gpu=False, installed=lambda module: False)

@@ -1,0 +1,131 @@
+"""A recipe as a program: one run directory, one message on a mistake, nothing touched before it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bailing_mtp.config import ConfigError, PretrainConfig, build_config
+from recipes.common import prepare
+from recipes.failure import user_errors
+from recipes.ranks import Ranks
+from recipes.rundir import default_run_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+VERB = str(Path(__file__).with_name("verb.py"))
+ALONE = Ranks(rank=0, world_size=1, host="here")
+SECOND = Ranks(rank=1, world_size=2, host="there")
+
+
+def start(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, VERB, "experiment=demo", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def start_two(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, str(ROOT / "launch" / "elastic.py"), "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, VERB, "experiment=demo", *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def prepared(*arguments: str, ranks: Ranks = ALONE) -> PretrainConfig:
+    return prepare(PretrainConfig, "pretrain", ["experiment=demo", *arguments], ranks)
+
+
+def test_user_mistakes_end_with_one_message(tmp_path: Path):
+    missing = start(tmp_path, "data.path=missing", "run_dir=a")
+    assert (missing.returncode, missing.stderr) == (1, "error: no/such/file: No such file or directory\n")
+    bad = start(tmp_path, "model.dtype=fp8", "seed=-1", "run_dir=b")
+    assert bad.returncode == 1 and bad.stdout == ""
+    assert re.fullmatch(r"error: seed: -1 is .*\n  model\.dtype: 'fp8' is .*\n", bad.stderr)
+    assert not (tmp_path / "b").exists()
+
+
+def test_other_exceptions_keep_their_traceback(tmp_path: Path):
+    result = start(tmp_path, "data.path=bug", "run_dir=a")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "ZeroDivisionError: a programmer's error" in result.stderr
+
+
+def test_two_ranks_make_one_run_and_tell_a_mistake_once(tmp_path: Path):
+    good = start_two(tmp_path, "run_dir=out")
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count("ran 60 steps") == 2 and good.stdout.count("pretrain: 2 rank(s)") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.resolved.yaml"]
+    bad = start_two(tmp_path, "mtp.loss_scale=0", "run_dir=other")
+    assert bad.returncode == 1
+    assert re.fullmatch(r"error: mtp\.loss_scale: 0 is not allowed.*\n", bad.stderr)
+    assert not (tmp_path / "other").exists()
+
+
+def test_rank_that_fails_alone_speaks_for_itself(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end, user_errors(SECOND, patience_s=0.01):
+        raise ConfigError("data.path: a", "seed: b")
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: rank 1 (there): data.path: a\n  seed: b\n"
+
+
+def test_what_is_in_force_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = prepared(f"run_dir={tmp_path}/a,b", "mtp.loss_scale=0.25")
+    out = capsys.readouterr().out
+    assert f"run_dir={tmp_path}/a,b" in out and "loss_scale=0.25" in out and "detach=false" in out
+    assert (tmp_path / "a,b" / "config.resolved.yaml").is_file()
+    assert config.mtp.loss_scale == 0.25
+
+
+def test_resolved_config_builds_the_same_run(tmp_path: Path):
+    from omegaconf import OmegaConf
+
+    config = prepared(f"run_dir={tmp_path}/run", "optim.lr=0.125")
+    saved = OmegaConf.to_container(OmegaConf.load(tmp_path / "run" / "config.resolved.yaml"))
+    assert build_config(PretrainConfig, saved) == config
+
+
+def test_another_runs_directory_is_refused_untouched(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    prepared(f"run_dir={run_dir}", "seed=1")
+    before = (run_dir / "config.resolved.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="already holds a run; name another directory"):
+        prepared(f"run_dir={run_dir}", "seed=2")
+    assert (run_dir / "config.resolved.yaml").read_bytes() == before
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepared(f"run_dir={tmp_path}/foreign")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; name a directory"):
+        prepared(f"run_dir={tmp_path}/file")
+
+
+def test_a_run_with_a_checkpoint_continues_and_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    run_dir = tmp_path / "run"
+    prepared(f"run_dir={run_dir}")
+    (run_dir / "checkpoints" / "step_10").mkdir(parents=True)
+    prepared(f"run_dir={run_dir}", "train.steps=90")
+    assert "changed: train.steps: 60 at first start, now 90" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepared(f"run_dir={run_dir}", "checkpoint.resume=never")
+
+
+def test_second_rank_neither_writes_nor_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = tmp_path / "run"
+    prepared(f"run_dir={run_dir}")
+    capsys.readouterr()
+    prepared(f"run_dir={run_dir}", ranks=SECOND)
+    prepared(f"run_dir={tmp_path}/new", ranks=SECOND)
+    assert capsys.readouterr().out == "" and not (tmp_path / "new").exists()
+
+
+def test_run_dir_is_one_for_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RUN_DIR", "from/launch")
+    assert default_run_dir("pretrain", SECOND) == "from/launch"
+    monkeypatch.delenv("RUN_DIR")
+    assert re.fullmatch(r"outputs/pretrain/[\d-]+_[\d-]+", default_run_dir("pretrain", ALONE))
+    with pytest.raises(ConfigError, match="run_dir: 2 ranks must agree on one directory; start with launch/"):
+        prepared(ranks=SECOND)

@@ -1,0 +1,51 @@
+"""Two and four gloo ranks against one process; the cases stand in tests/distributed/cases.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.cases import CASES
+from tests.distributed.suite import DONE
+from tests.distributed.worlds import layout, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 280
+
+
+@pytest.fixture(scope="session")
+def reference_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("reference") / "reference.pt"
+    with layout(tp=1, ep=1) as context:
+        torch.save(reference(context), file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def launches(reference_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """World size -> output of its one launch."""
+    outputs = {}
+    for world_size in CASES:
+        scratch = tmp_path_factory.mktemp(f"world{world_size}")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
+            "-m", "tests.distributed.suite", str(reference_file), str(scratch),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        outputs[world_size] = run.stdout + run.stderr
+    return outputs
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world_size", "name"), [(n, name) for n, cases in CASES.items() for name in cases])
+def test_case(launches: dict[int, str], world_size: int, name: str):
+    output = launches[world_size]
+    assert f"{DONE} {name} " in output, f"not finished; the launch printed:\n{output[-6000:]}"
