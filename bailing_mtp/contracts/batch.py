@@ -92,6 +92,9 @@ class TokenBatch:
     layout: PackedLayout
     document_ids: tuple[str, ...] = ()
     """Where each document came from, for error reports."""
+    mtp_mask_T: Tensor | None = None
+    """bool; which tokens may be MTP targets, where that differs from the loss mask (preference pairs train the
+    MTP layer on the chosen document only). None: the loss mask."""
 
     def __post_init__(self) -> None:
         n_tokens = self.layout.n_tokens
@@ -109,7 +112,8 @@ class TokenBatch:
         """
         target_ids_T = self.token_ahead(depth + 1)
         inside_T = self._inside(depth + 1)
-        trained_T = self.loss_mask_T & ~self.layout.padding_T
+        mask_T = self.loss_mask_T if depth == 0 or self.mtp_mask_T is None else self.mtp_mask_T
+        trained_T = mask_T & ~self.layout.padding_T
         valid_T = inside_T & self._ahead(trained_T, depth + 1)
         return Shift(target_ids_T, valid_T)
 
@@ -143,6 +147,7 @@ class TokenBatch:
             self,
             input_ids_T=torch.cat([self.input_ids_T, zeros]),
             loss_mask_T=torch.cat([self.loss_mask_T, zeros.bool()]),
+            mtp_mask_T=None if self.mtp_mask_T is None else torch.cat([self.mtp_mask_T, zeros.bool()]),
             layout=layout.to(self.input_ids_T.device),
         )
 
@@ -151,5 +156,6 @@ class TokenBatch:
             self,
             input_ids_T=self.input_ids_T.to(device, non_blocking=True),
             loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
+            mtp_mask_T=None if self.mtp_mask_T is None else self.mtp_mask_T.to(device, non_blocking=True),
             layout=self.layout.to(device),
         )

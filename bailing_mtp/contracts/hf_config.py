@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from bailing_mtp.errors import UserError
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_experts": ("n_routed_experts",),
     "num_experts_per_tok": ("moe_router_topk",),
@@ -65,7 +67,7 @@ KNOWN = (
 _MISSING = object()
 
 
-class UnsupportedArchitecture(ValueError):
+class UnsupportedArchitecture(UserError):
     """A config that lacks something, has a wrong type, or asks for a variant not computed here."""
 
 

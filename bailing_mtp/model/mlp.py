@@ -66,10 +66,16 @@ class StackedExperts(nn.Module):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, limit: float | None = None, **_: Any
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        grouped: bool,
+        limit: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.limit = limit
+        self.grouped = grouped
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.gate_up = _expert_parameter((num_local_experts, 2 * width, hidden), config)
         self.down = _expert_parameter((num_local_experts, hidden, width), config)
@@ -77,18 +83,28 @@ class StackedExperts(nn.Module):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens sorted by expert [n, H], their counts [e] and route weights [n] -> ([n, H], no bias).
 
-        Every expert runs, also on zero tokens: its weight then gets a zero gradient in this microbatch, so
-        that data-parallel gradient reduction, which counts one gradient per parameter, never waits for it.
+        Every expert takes part, also with zero tokens: its weight then gets a zero gradient in this microbatch,
+        so that data-parallel gradient reduction, which counts one gradient per parameter, never waits for it.
         """
+        weights_n1 = probs[:, None].to(tokens.dtype)
+        if self.grouped and tokens.shape[0]:
+            return self._grouped(tokens, tokens_per_expert, weights_n1), None
+        return self._one_by_one(tokens, tokens_per_expert, weights_n1), None
+
+    def _grouped(self, tokens: Tensor, tokens_per_expert: Tensor, weights_n1: Tensor) -> Tensor:
+        ends_e = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
+        gate_up = F.grouped_mm(tokens, self.gate_up.transpose(1, 2), offs=ends_e)
+        return F.grouped_mm(swiglu(gate_up, self.limit) * weights_n1, self.down.transpose(1, 2), offs=ends_e)
+
+    def _one_by_one(self, tokens: Tensor, tokens_per_expert: Tensor, weights_n1: Tensor) -> Tensor:
         counts = tokens_per_expert.tolist()
         pieces = zip(
-            tokens.split(counts), probs.split(counts), self.gate_up.unbind(0), self.down.unbind(0), strict=True
+            tokens.split(counts), weights_n1.split(counts), self.gate_up.unbind(0), self.down.unbind(0), strict=True
         )
         outputs = [
-            F.linear(swiglu(F.linear(x, gate_up), self.limit) * weight[:, None].to(x.dtype), down)
-            for x, weight, gate_up, down in pieces
+            F.linear(swiglu(F.linear(x, gate_up), self.limit) * weights, down) for x, weights, gate_up, down in pieces
         ]
-        return torch.cat(outputs), None
+        return torch.cat(outputs)
 
     def backward_dw(self) -> None:
         """megatron-core's hook for delayed weight gradients; ours are never delayed."""

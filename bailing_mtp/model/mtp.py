@@ -6,6 +6,8 @@ Source: Bailing V3 spec section 3. It has no embedding and no head of its own: b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
+from bailing_mtp.kernels.reference.attention import chained_causal_attention
 from bailing_mtp.model.layers import ReplicatedLinear, RmsNorm
 from bailing_mtp.model.settings import ModelSettings, transformer_config
 from bailing_mtp.model.specs import layer_submodules
@@ -46,23 +49,33 @@ class MtpLayer(MegatronModule):
 
     def forward(
         self,
-        next_embedding: Tensor,
+        embeddings: Sequence[Tensor],
         hidden: Tensor,
-        rotary_pos_emb: Tensor,
+        ropes: Sequence[Tensor],
         layout: PackedLayout,
-        uncounted: Tensor,
-    ) -> Tensor:
-        """[s, 1, H] each -> [s, 1, H] after final_layernorm.
+        uncounted: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Unroll the layer over D depths: tensors [s, 1, H] after final_layernorm, one per depth.
 
-        rotary_pos_emb: the table of the trunk positions t (not t+1). uncounted: bool [s], sites that stay out
-        of the router's counts. The concatenation puts the embedding first.
+        embeddings[d-1]: of token t+d. hidden: the trunk's, after its final norm. ropes[d-1]: the rotary table of
+        position t+d-1. uncounted[d-1]: bool [s], sites that stay out of the router's counts.
+
+        Depth d is the function that a rollout runs when it drafts: its query attends to the depth-1 rows (made
+        of true trunk hidden states) up to t and to its own chain's rows, and its input hidden state is the depth
+        d-1 output, with gradients through all depths.
         """
-        x = self.eh_proj(torch.cat((self.enorm(next_embedding), self.hnorm(hidden)), dim=-1))
-        x, _ = self.block(
-            hidden_states=x,
-            attention_mask=None,
-            rotary_pos_emb=rotary_pos_emb,
-            packed_seq_params=layout,
-            padding_mask=uncounted[None],
-        )
-        return self.final_layernorm(x)
+        assert len(embeddings) == len(ropes) == len(uncounted), "one embedding, table and mask per depth"
+        outputs: list[Tensor] = []
+        rows: list[tuple[Tensor, Tensor]] = []
+        for embedding, rope, uncounted_s in zip(embeddings, ropes, uncounted, strict=True):
+            x = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
+            inputs = self.block.self_attention.project(self.block.input_layernorm(x), rope)
+            rows.append((inputs.k_Thd, inputs.v_Thv))
+            o_Thv = chained_causal_attention(
+                inputs.q_Thd, *rows[0], tuple(rows[1:]), layout.lengths, self.block.self_attention.softmax_scale
+            )
+            x = x + self.block.self_attention.finish(o_Thv, inputs.gate_Th)
+            mlp, _ = self.block.mlp(self.block.pre_mlp_layernorm(x), padding_mask=uncounted_s[None])
+            hidden = self.final_layernorm(x + mlp)
+            outputs.append(hidden)
+        return tuple(outputs)

@@ -52,7 +52,7 @@ class GroupLimitedRouter(TopKRouter):
             sequence_parallel = self.weight.sequence_parallel
             self.weight = nn.Parameter(self.weight.data.to(weight_dtype))
             self.weight.sequence_parallel = sequence_parallel
-        if not config.use_cpu_initialization:
+        if not config.use_cpu_initialization and not self.weight.is_meta:
             self.weight.data = self.weight.data.to(torch.cuda.current_device())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ class ModelSettings:
     dtype: of the parameters (A_log, dt_bias and expert_bias are fp32 everywhere).
     router_dtype: of the router weight, as the checkpoint stores it; its matmul is always fp32.
     kda: "torch" (the twin, any device) or "fla" (GPU kernels).
+    experts: "loop" over the experts (any device), or "grouped": one grouped GEMM over all of them.
     attention: "sdpa".
     expert_bias_rate: step of the online balance; 0 leaves the bias as loaded.
     """
@@ -26,6 +27,7 @@ class ModelSettings:
     dtype: torch.dtype
     router_dtype: torch.dtype
     kda: Literal["torch", "fla"] = "torch"
+    experts: Literal["loop", "grouped"] = "loop"
     attention: Literal["sdpa"] = "sdpa"
     recompute: Literal["none", "full"] = "none"
     expert_bias_rate: float = 0.0

@@ -61,7 +61,9 @@ def _mlp(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> functo
     return functools.partial(
         MoELayer,
         submodules=MoESubmodules(
-            experts=functools.partial(StackedExperts, limit=plan.swiglu_limit),
+            experts=functools.partial(
+                StackedExperts, grouped=settings.experts == "grouped", limit=plan.swiglu_limit
+            ),
             shared_experts=shared,
             router=functools.partial(GroupLimitedRouter, weight_dtype=settings.router_dtype),
         ),

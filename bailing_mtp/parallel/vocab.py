@@ -53,8 +53,8 @@ def sum_min(p_logits_tv: Tensor, q_logits_tv: Tensor, group: Group) -> Tensor:
     p_max_t, q_max_t = _row_max((p_logits_tv, q_logits_tv), group)
     p_tv, q_tv = _shifted_exp(p_logits_tv, p_max_t), _shifted_exp(q_logits_tv, q_max_t)
     p_sum_t, q_sum_t = _sum(torch.stack([p_tv.sum(-1), q_tv.sum(-1)]), group)
-    smaller_tv = torch.minimum(p_tv.div_(p_sum_t.unsqueeze(-1)), q_tv.div_(q_sum_t.unsqueeze(-1)))
-    return _sum(smaller_tv.sum(-1), group)
+    torch.minimum(p_tv.div_(p_sum_t.unsqueeze(-1)), q_tv.div_(q_sum_t.unsqueeze(-1)), out=p_tv)
+    return _sum(p_tv.sum(-1), group)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ class _HeadApply(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_vH, *per_token)
         ctx.chunk_fn, ctx.chunk_tokens = chunk_fn, chunk_tokens
         ctx.set_materialize_grads(False)
-        operand_vH = _mm_operand(weight_vH, hidden_TH)
+        operand_vH = mm_operand(weight_vH, hidden_TH)
         pieces = []
         # An empty pack is one empty chunk: its outputs are part of the graph like any other's.
         for hidden_tH, *chunk in _token_chunks((hidden_TH, *per_token), chunk_tokens):
@@ -132,12 +132,12 @@ class _HeadApply(torch.autograd.Function):
     def backward(ctx, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_vH, *per_token = ctx.saved_tensors
         hidden_wanted, weight_wanted = ctx.needs_input_grad[:2]
-        operand_vH = _mm_operand(weight_vH, hidden_TH)
+        operand_vH = mm_operand(weight_vH, hidden_TH)
         used = [index for index, grad in enumerate(output_grads) if grad is not None]
         columns = (hidden_TH, *(output_grads[index] for index in used), *per_token)
         hidden_grads, weight_grad_vH = [], None
         if weight_wanted:
-            weight_grad_vH = torch.zeros_like(weight_vH, dtype=_wide(weight_vH))
+            weight_grad_vH = torch.zeros_like(weight_vH, dtype=wide(weight_vH))
         for hidden_tH, *chunk in _token_chunks(columns, ctx.chunk_tokens):
             grads, constants = chunk[: len(used)], chunk[len(used) :]
             logits_grad_tv = _logits_grad(
@@ -147,7 +147,7 @@ class _HeadApply(torch.autograd.Function):
             if hidden_wanted:
                 hidden_grads.append((logits_grad_tv @ operand_vH).to(hidden_TH.dtype))
             if weight_wanted:
-                _accumulate_mm(weight_grad_vH, logits_grad_tv.t(), hidden_tH.to(operand_vH.dtype))
+                accumulate_mm(weight_grad_vH, logits_grad_tv.t(), hidden_tH.to(operand_vH.dtype))
         return (
             torch.cat(hidden_grads) if hidden_wanted else None,
             weight_grad_vH.to(weight_vH.dtype) if weight_wanted else None,
@@ -174,21 +174,21 @@ def _token_chunks(tensors: tuple[Tensor, ...], chunk_tokens: int) -> zip:
     return zip(*(tensor.split(chunk_tokens) for tensor in tensors), strict=True)
 
 
-def _mm_operand(weight_vH: Tensor, hidden_TH: Tensor) -> Tensor:
+def mm_operand(weight_vH: Tensor, hidden_TH: Tensor) -> Tensor:
     """The weight in the dtype in which it is multiplied with hidden; converted once, not per chunk."""
     if weight_vH.is_cuda and weight_vH.dtype == hidden_TH.dtype:
         return weight_vH
-    return weight_vH.to(torch.promote_types(_wide(hidden_TH), weight_vH.dtype))
+    return weight_vH.to(torch.promote_types(wide(hidden_TH), weight_vH.dtype))
 
 
 def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    if left.is_cuda and left.dtype == right.dtype and left.dtype != _wide(left):
-        return torch.mm(left, right, out_dtype=_wide(left))
-    wide = torch.promote_types(_wide(left), right.dtype)
-    return left.to(wide) @ right.to(wide)
+    if left.is_cuda and left.dtype == right.dtype and left.dtype != wide(left):
+        return torch.mm(left, right, out_dtype=wide(left))
+    common = torch.promote_types(wide(left), right.dtype)
+    return left.to(common) @ right.to(common)
 
 
-def _accumulate_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
+def accumulate_mm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in total's wider dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -308,6 +308,6 @@ def _first_row(v: int, group: Group) -> int:
     return 0 if group is None else group.rank() * v
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: fp32, or fp64 for fp64 inputs."""
     return torch.promote_types(x.dtype, torch.float32)

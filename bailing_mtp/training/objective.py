@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from bailing_mtp.config import MtpConfig
 from bailing_mtp.contracts.batch import TokenBatch
-from bailing_mtp.losses.lm import cross_entropy_sum
+from bailing_mtp.losses.chunked import chunk_tokens_for
+from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, head_outputs, reach
 from bailing_mtp.model.trunk import sequence_shard
 from bailing_mtp.training.state import TrainState
 
@@ -25,7 +27,7 @@ class LossTerms(NamedTuple):
     total: Tensor
     """Scalar to differentiate: every term a sum already divided by its count over the whole step."""
     sums: dict[str, Tensor]
-    """Metric name -> undivided sum; `Objective.denominators` names what divides it."""
+    """Name -> undivided sum, of metrics and of data-dependent denominators; see `Objective.denominators`."""
 
 
 class Objective(Protocol):
@@ -36,7 +38,7 @@ class Objective(Protocol):
         ...
 
     def denominators(self) -> dict[str, str]:
-        """Metric name -> count name."""
+        """Metric name -> name of the count or sum that divides it; other sums are not metrics."""
         ...
 
     def __call__(self, state: TrainState, batch: TokenBatch, counts: Mapping[str, float]) -> LossTerms:
@@ -46,53 +48,99 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class PretrainObjective:
-    """lm + loss_scale * mtp, each term a sum over its own sites divided by its own global count
-    (architecture: MTP objective). `mtp.loss_scale` None leaves the MTP term out.
+    """lm + loss_scale * sum_d depth_decay^(d-1) * L_d (architecture: MTP objective).
+
+    Every L is a sum over its own sites divided by its own global count. `mtp.loss_scale` None leaves the MTP
+    layer out altogether. depths: to evaluate more depths than `mtp.depth` trains. chunk_tokens: None chooses.
     """
 
     mtp: MtpConfig
-    chunk_tokens: int = 1024
+    depths: int | None = None
+    chunk_tokens: int | None = None
+
+    @property
+    def n_depths(self) -> int:
+        return 0 if self.mtp.loss_scale is None else self.depths or self.mtp.depth
 
     def count(self, batch: TokenBatch) -> dict[str, int]:
-        counts = {"lm_sites": int(batch.shift(0).valid_T.sum())}
-        if self.mtp.loss_scale is not None:
-            counts["mtp_sites_depth1"] = int(batch.shift(1).valid_T.sum())
-        return counts
+        return {_sites(depth): int(batch.shift(depth).valid_T.sum()) for depth in range(self.n_depths + 1)}
 
     def denominators(self) -> dict[str, str]:
-        names = {"train/lm_loss": "lm_sites", "train/accuracy": "lm_sites"}
-        if self.mtp.loss_scale is not None:
-            names |= {"mtp/loss_depth1": "mtp_sites_depth1", "mtp/accuracy_depth1": "mtp_sites_depth1"}
-        return names
+        return {"train/lm_loss": _sites(0), "train/accuracy": _sites(0), **self.mtp_denominators()}
 
     def __call__(self, state: TrainState, batch: TokenBatch, counts: Mapping[str, float]) -> LossTerms:
+        heads = self.heads(state, batch)
+        valid_T = batch.shift(0).valid_T
+        lm_sum = torch.where(valid_T, -heads.log_prob_T, 0.0).sum()
+        mtp = self.mtp_loss(heads, batch, counts)
+        total = lm_sum / max(1.0, counts[_sites(0)])
+        sums = {"train/lm_loss": lm_sum.detach(), "train/accuracy": (heads.correct_T * valid_T).sum()}
+        return LossTerms(total if mtp is None else total + mtp.total, sums | ({} if mtp is None else mtp.sums))
+
+    def mtp_denominators(self) -> dict[str, str]:
+        """Of the sums of `mtp_loss`."""
+        names = {}
+        for depth in range(1, self.n_depths + 1):
+            names |= {
+                f"mtp/loss_depth{depth}": _sites(depth),
+                f"mtp/top1_depth{depth}": _sites(depth),
+                f"mtp/accept_depth{depth}": f"mtp/reach_depth{depth}",
+            }
+        return names
+
+    def mtp_loss(self, heads: HeadOutputs, batch: TokenBatch, counts: Mapping[str, float]) -> LossTerms | None:
+        """The MTP terms alone, for objectives with another main loss; None when the MTP loss is off."""
+        total, sums = None, {}
+        for depth, weights_T in enumerate(reach(heads.depths), start=1):
+            outputs = heads.depths[depth - 1]
+            valid_T = batch.shift(depth).valid_T
+            loss_sum = torch.where(valid_T, outputs.loss_T, 0.0).sum()
+            if depth <= self.mtp.depth:
+                weight = self.mtp.loss_scale * self.mtp.depth_decay ** (depth - 1)
+                term = weight * (loss_sum / max(1.0, counts[_sites(depth)]))
+                total = term if total is None else total + term
+            reached_T = torch.where(valid_T, weights_T, 0.0)
+            sums |= {
+                f"mtp/loss_depth{depth}": loss_sum.detach(),
+                f"mtp/top1_depth{depth}": (outputs.agree_T * valid_T).sum(),
+                f"mtp/accept_depth{depth}": (outputs.accept_T * reached_T).sum(),
+                f"mtp/reach_depth{depth}": reached_T.sum(),
+            }
+        return None if total is None else LossTerms(total, sums)
+
+    def heads(
+        self, state: TrainState, batch: TokenBatch, policy_temperature: float = 1.0, with_entropy: bool = False
+    ) -> HeadOutputs:
+        """Forward of trunk, MTP layer and heads over one microbatch."""
         hidden = state.trunk(batch)
-        lm = self._cross_entropy(state, hidden, batch, depth=0)
-        total = lm.loss_sum / max(1.0, counts["lm_sites"])
-        sums = {"train/lm_loss": lm.loss_sum.detach(), "train/accuracy": lm.correct_sum}
-        if self.mtp.loss_scale is not None:
-            mtp = self._cross_entropy(state, self._mtp_hidden(state, hidden, batch), batch, depth=1)
-            total = total + self.mtp.loss_scale * mtp.loss_sum / max(1.0, counts["mtp_sites_depth1"])
-            sums |= {"mtp/loss_depth1": mtp.loss_sum.detach(), "mtp/accuracy_depth1": mtp.correct_sum}
-        return LossTerms(total, sums)
-
-    def _mtp_hidden(self, state: TrainState, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        assert state.mtp is not None, "mtp.loss_scale is set but the state has no MTP layer"
-        trunk = state.trunk_module
-        embedded = trunk.embed(batch.token_ahead(1))
-        uncounted_s = sequence_shard(~batch.shift(1).valid_T, state.context)
-        return state.mtp(embedded, hidden, trunk.rope(batch.layout.position_ids_T), batch.layout, uncounted_s)
-
-    def _cross_entropy(self, state: TrainState, hidden: Tensor, batch: TokenBatch, depth: int):
-        shift = batch.shift(depth)
-        return cross_entropy_sum(
-            whole_sequence(hidden, state),
-            state.trunk_module.head_weight,
-            shift.target_ids_T,
-            shift.valid_T,
-            state.context.tp_group,
-            self.chunk_tokens,
+        weight_vH = state.trunk_module.head_weight
+        options = HeadOptions(
+            chunk_tokens=self.chunk_tokens or chunk_tokens_for(weight_vH.shape[0]),
+            objective=self.mtp.objective,
+            detach_mtp=self.mtp.detach,
+            policy_temperature=policy_temperature,
+            with_entropy=with_entropy,
         )
+        mtp_TH = tuple(whole_sequence(x, state) for x in self._mtp_hidden(state, hidden, batch))
+        trunk_TH = whole_sequence(hidden, state)
+        return head_outputs(trunk_TH, mtp_TH, weight_vH, batch, state.context.tp_group, options)
+
+    def _mtp_hidden(self, state: TrainState, hidden: Tensor, batch: TokenBatch) -> tuple[Tensor, ...]:
+        if self.n_depths == 0:
+            return ()
+        assert state.mtp is not None, "mtp.loss_scale is set but the state has no MTP layer"
+        trunk, depths = state.trunk_module, range(1, self.n_depths + 1)
+        embeddings = [trunk.embed(batch.token_ahead(depth)) for depth in depths]
+        if self.mtp.detach:
+            embeddings, hidden = [x.detach() for x in embeddings], hidden.detach()
+        ropes = [trunk.rope(batch.layout.position_ids_T + depth - 1) for depth in depths]
+        uncounted = [sequence_shard(~batch.shift(depth).valid_T, state.context) for depth in depths]
+        return state.mtp(embeddings, hidden, ropes, batch.layout, uncounted)
+
+
+def _sites(depth: int) -> str:
+    """Name of the count of a depth's valid sites; depth 0 is the language model."""
+    return f"sites_depth{depth}"
 
 
 def whole_sequence(hidden: Tensor, state: TrainState) -> Tensor:

@@ -47,7 +47,8 @@ def score_batch(
     if built.mtp is not None:
         rope = trunk.rope(batch.layout.position_ids_T)
         uncounted_s = sequence_shard(batch.layout.padding_T, context)
-        streams["mtp"] = (built.mtp(trunk.embed(batch.token_ahead(1)), hidden, rope, batch.layout, uncounted_s), 2)
+        (mtp_hidden,) = built.mtp([trunk.embed(batch.token_ahead(1))], hidden, [rope], batch.layout, [uncounted_s])
+        streams["mtp"] = (mtp_hidden, 2)
     scored: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, (stream, n_ahead) in streams.items():
         hidden_TH = _whole(stream, context)

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from bailing_mtp.config import OptimConfig
+from bailing_mtp.contracts.clock import WeightsClock
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
@@ -34,7 +35,11 @@ class TrainState:
     mtp: DistributedDataParallel | None
     optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
-    step: int = field(default=0)
+    clip_norm: float | None
+    """Largest gradient norm, of the trunk and of the MTP layer each; None: no clipping."""
+    clock: WeightsClock = field(default_factory=WeightsClock)
+    """Advances with every optimizer step, so that a stale view of the weights is noticed."""
+    step: int = 0
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -66,7 +71,8 @@ def build_state(
             _optimizer_config(built, optim), chunks, use_gloo_process_groups=False, pg_collection=context.groups
         )
     scheduler = _scheduler(optimizer, optim, steps)
-    return TrainState(context, chunks[0], chunks[1] if len(chunks) > 1 else None, optimizer, scheduler)
+    mtp = chunks[1] if len(chunks) > 1 else None
+    return TrainState(context, chunks[0], mtp, optimizer, scheduler, clip_norm=optim.clip_grad)
 
 
 def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOptions) -> DistributedDataParallel:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.training.objective import Objective
 from bailing_mtp.training.state import TrainState
+from bailing_mtp.training.update import TRUNK, TrainingDiverged, clip_and_step, finish_gradients, router_bias_kept
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,23 @@ def train_step(state: TrainState, microbatches: Sequence[TokenBatch], objective:
     """Forward and backward over this rank's microbatches, gradient reduction, one optimizer step.
 
     Every rank of the data-parallel group must bring the same number of microbatches, on the CPU or its device.
+    Raises TrainingDiverged on every rank, with the weights untouched, when a loss or gradient is not finite; it
+    names the step, the parameter group and the documents of the microbatches concerned.
     """
     gathered = accumulate_gradients(state, microbatches, objective)
-    grad_norm = _update(state)
     metrics = _means(state, objective, gathered)
-    metrics |= {"train/grad_norm": grad_norm, "train/lr": _learning_rate(state)}
-    mtp_norm = state.optimizer.grad_norms_by_group.get("mtp")
-    if mtp_norm is not None:
-        metrics["mtp/grad_norm"] = float(mtp_norm)
+    try:
+        _require_finite_losses(state, metrics, gathered)
+        with router_bias_kept(state):
+            finish_gradients(state)
+            state.scheduler.step(1)
+            norms = clip_and_step(state, state.clip_norm)
+    except TrainingDiverged as error:
+        raise TrainingDiverged(_report(state, microbatches, gathered, str(error))) from None
+    state.step += 1
+    state.clock.trained += 1
+    metrics |= {"train/grad_norm": norms[TRUNK], "train/lr": _learning_rate(state)}
+    metrics |= {f"{group}/grad_norm": norm for group, norm in norms.items() if group != TRUNK}
     return StepResult(metrics, gathered.counts)
 
 
@@ -49,6 +60,8 @@ class Accumulated:
     """This rank's undivided sums, by metric name."""
     total: Tensor
     """This rank's share of the step's loss."""
+    finite: list[bool]
+    """Per microbatch of this rank: whether its loss was finite."""
 
 
 def accumulate_gradients(
@@ -57,7 +70,7 @@ def accumulate_gradients(
     """Clear the gradients, then add those of all microbatches; the last backward starts their reduction."""
     counts = _global_counts(state, microbatches, objective)
     sums: dict[str, Tensor] = {}
-    total = torch.zeros((), device=state.context.device)
+    totals: list[Tensor] = []
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -66,10 +79,11 @@ def accumulate_gradients(
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
             terms = objective(state, batch, counts)
             terms.total.backward()
-        total = total + terms.total.detach()
+        totals.append(terms.total.detach())
         for name, value in terms.sums.items():
             sums[name] = sums[name] + value if name in sums else value
-    return Accumulated(counts, sums, total)
+    stacked = torch.stack(totals)
+    return Accumulated(counts, sums, stacked.sum(), torch.isfinite(stacked).tolist())
 
 
 def _global_counts(
@@ -94,23 +108,40 @@ def _gradients_stay_local(state: TrainState, active: bool) -> Iterator[None]:
         yield
 
 
-def _update(state: TrainState) -> float:
-    """Finish the gradients (data-parallel and tensor-parallel sums, expert bias), clip, step; returns the norm."""
-    state.scheduler.step(1)
-    with state.context.megatron_scope():
-        finalize_model_grads(state.chunks, None, pg_collection=state.context.groups)
-        _, grad_norm, _ = state.optimizer.step()
-    state.step += 1
-    return float(grad_norm)
+def _require_finite_losses(state: TrainState, metrics: dict[str, float], gathered: Accumulated) -> None:
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    if bad:
+        raise TrainingDiverged(f"{', '.join(bad)} is not finite")
+
+
+def _report(
+    state: TrainState, microbatches: Sequence[TokenBatch], gathered: Accumulated, what: str
+) -> str:
+    """The same message on every rank: what, when, and which documents. Every rank calls it."""
+    suspects = [batch for batch, finite in zip(microbatches, gathered.finite, strict=True) if not finite]
+    # A finite loss can still have a gradient that is not: then every microbatch of the step is suspect.
+    concerned = [name for batch in suspects or microbatches for name in _documents(batch)]
+    everyone: list[tuple[bool, list[str]]] = [(False, [])] * state.context.world_size
+    dist.all_gather_object(everyone, (bool(suspects), concerned))
+    found = any(is_suspect for is_suspect, _ in everyone)
+    names = dict.fromkeys(name for is_suspect, names in everyone if is_suspect == found for name in names)
+    shown = ", ".join(list(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"step {state.step + 1}: {what}; documents: {shown or 'unnamed'}; weights are those of step {state.step}"
+
+
+def _documents(batch: TokenBatch) -> list[str]:
+    real = zip(batch.document_ids, batch.layout.is_padding, strict=False)
+    return [name for name, is_padding in real if not is_padding]
 
 
 def _means(state: TrainState, objective: Objective, gathered: Accumulated) -> dict[str, float]:
     names = list(gathered.sums)
     summed = state.context.sum_over_dp([*gathered.sums.values(), gathered.total])
-    divisors = objective.denominators()
+    by_name = dict(zip(names, summed[:-1], strict=True))
+    divisors = gathered.counts | by_name
     means = {
-        name: value / max(1.0, gathered.counts[divisors[name]])
-        for name, value in zip(names, summed[:-1], strict=True)
+        name: by_name[name] / divisors[divisor] if divisors[divisor] else 0.0
+        for name, divisor in objective.denominators().items()
     }
     return {"train/loss": summed[-1], **means}
 

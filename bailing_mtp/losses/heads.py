@@ -1,0 +1,145 @@
+"""What the training losses and the acceptance metrics read off the trunk's and the MTP depths' logits.
+
+Shapes: T tokens of the pack, t of a chunk, D MTP depths, v this rank's vocabulary rows, H hidden size.
+Site t of depth d predicts token t+1+d; its counterpart in the trunk is site t+d, which predicts the same token
+(architecture: MTP objective; Bailing V3 spec section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.losses.chunked import Pass, head_pass
+from bailing_mtp.parallel import vocab
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """objective: the MTP target, the data's token or the trunk's own detached distribution.
+    detach_mtp: the MTP streams leave the head weight alone. temperature: of the acceptance metric's distributions.
+    policy_temperature: divides the trunk's logits for log_prob_T and entropy_T, and for nothing else.
+    with_entropy: compute entropy_T.
+    """
+
+    chunk_tokens: int
+    objective: Literal["hard", "soft"] = "hard"
+    detach_mtp: bool = False
+    temperature: float = 1.0
+    policy_temperature: float = 1.0
+    with_entropy: bool = False
+
+
+class DepthOutputs(NamedTuple):
+    """One MTP depth, per site; what lies outside the documents means nothing and must be masked."""
+
+    loss_T: Tensor
+    """Cross-entropy to the objective's target, differentiable."""
+    accept_T: Tensor
+    """sum over the vocabulary of min(p, q): the chance that a draft of this depth is accepted here."""
+    agree_T: Tensor
+    """1 where the MTP layer's argmax is the trunk's."""
+    ratio_T: Tensor
+    """min(1, q(x)/p(x)) at the token x present: the chance that this depth's draft, had it been x, is accepted."""
+
+
+class HeadOutputs(NamedTuple):
+    """The trunk, per site, and every MTP depth."""
+
+    log_prob_T: Tensor
+    """log softmax of logits / policy_temperature at token t+1, differentiable."""
+    correct_T: Tensor
+    """1 where the argmax is token t+1."""
+    depths: tuple[DepthOutputs, ...]
+    entropy_T: Tensor
+    """Nats, of the distribution of log_prob_T, without gradient; zeros unless asked for."""
+
+
+def head_outputs(
+    trunk_TH: Tensor,
+    mtp_TH: tuple[Tensor, ...],
+    weight_vH: Tensor,
+    batch: TokenBatch,
+    group: ProcessGroup | None,
+    options: HeadOptions,
+) -> HeadOutputs:
+    """One chunked pass over the logits of the trunk and of D = len(mtp_TH) depths.
+
+    Gradients: log_prob_T reaches trunk_TH and the weight; loss_T of depth d reaches mtp_TH[d-1], and the weight
+    unless detach_mtp. Nothing of the trunk's logits feels the soft target or a metric. The gradients of the
+    hidden states are this rank's part of a sum over `group`.
+    """
+    n_depths = len(mtp_TH)
+    plan = Pass(
+        chunk_fn=_ChunkOutputs(n_depths, group, options),
+        chunk_tokens=options.chunk_tokens,
+        halo=n_depths,
+        trains_weight=(True, *(not options.detach_mtp for _ in mtp_TH)),
+    )
+    targets = tuple(batch.token_ahead(1 + depth) for depth in range(n_depths + 1))
+    flat = head_pass((trunk_TH, *mtp_TH), weight_vH, plan, targets)
+    depths = tuple(DepthOutputs(*flat[3 + 4 * d : 7 + 4 * d]) for d in range(n_depths))
+    return HeadOutputs(flat[0], flat[1], depths, flat[2])
+
+
+@dataclass(frozen=True)
+class _ChunkOutputs:
+    """The chunk function of `head_outputs`: trunk log-prob, hit and entropy, then four values a depth."""
+
+    n_depths: int
+    group: ProcessGroup | None
+    options: HeadOptions
+
+    def __call__(
+        self, logits: list[Tensor], ahead_logits: Tensor | None, *targets_t: Tensor
+    ) -> tuple[Tensor, ...]:
+        trunk_tv = logits[0]
+        temperature = self.options.policy_temperature
+        policy_tv = trunk_tv if temperature == 1.0 else trunk_tv / temperature
+        log_prob_t = vocab.log_prob(policy_tv, targets_t[0], self.group)
+        correct_t = entropy_t = torch.zeros_like(log_prob_t).detach()
+        if not torch.is_grad_enabled():
+            best_t, _ = vocab.argmax(trunk_tv, self.group)
+            correct_t = (best_t == targets_t[0]).float()
+            entropy_t = vocab.entropy(policy_tv, self.group) if self.options.with_entropy else entropy_t
+        outputs = [log_prob_t, correct_t, entropy_t]
+        n_rows = trunk_tv.shape[0]
+        for depth in range(1, self.n_depths + 1):
+            # The trunk's logits at site t+d, for every t of the chunk.
+            outputs += self._depth(logits[depth], ahead_logits[depth : depth + n_rows], targets_t[depth])
+        return tuple(outputs)
+
+    def _depth(self, q_tv: Tensor, p_tv: Tensor, target_t: Tensor) -> list[Tensor]:
+        if self.options.objective == "soft":
+            loss_t = vocab.soft_cross_entropy(q_tv, p_tv, self.group)
+        else:
+            loss_t = -vocab.log_prob(q_tv, target_t, self.group)
+        if torch.is_grad_enabled():
+            # The backward pass calls again, for the gradient alone; metrics have none.
+            nothing_t = torch.zeros_like(loss_t).detach()
+            return [loss_t, nothing_t, nothing_t, nothing_t]
+        return [loss_t, *self._metrics(q_tv, p_tv, target_t)]
+
+    @torch.no_grad()
+    def _metrics(self, q_tv: Tensor, p_tv: Tensor, target_t: Tensor) -> list[Tensor]:
+        q_best_t, _ = vocab.argmax(q_tv, self.group)
+        p_best_t, _ = vocab.argmax(p_tv, self.group)
+        if self.options.temperature != 1.0:
+            q_tv, p_tv = q_tv / self.options.temperature, p_tv / self.options.temperature
+        accept_t = vocab.sum_min(p_tv, q_tv, self.group)
+        q_log_t, p_log_t = (vocab.log_prob(x, target_t, self.group) for x in (q_tv, p_tv))
+        ratio_t = (q_log_t - p_log_t).clamp(max=0.0).exp()
+        return [accept_t, (q_best_t == p_best_t).float(), ratio_t]
+
+
+def reach(depths: tuple[DepthOutputs, ...]) -> list[Tensor]:
+    """Per depth d and site [T]: the chance that depths 1..d-1 were accepted at the tokens present."""
+    weights = [torch.ones_like(depths[0].ratio_T)] if depths else []
+    for earlier in depths[:-1]:
+        weights.append(weights[-1] * earlier.ratio_T)
+    return weights
