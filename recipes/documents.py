@@ -1,8 +1,10 @@
-"""From the data section to a loader: tokenizer (read, or trained once), token shards (built once), packing."""
+"""From the data section to loaders: tokenizer (read, or trained once), token shards (built once), packing."""
 
+import functools
 import itertools
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from bailing_mtp.config import PretrainConfig
 from bailing_mtp.data.loader import PackedLoader
@@ -19,10 +21,18 @@ TOKENIZER_DOCUMENTS = 20_000
 """Documents that a new tokenizer is trained on, from the first."""
 
 
+class Splits(NamedTuple):
+    """The documents of a run, packed."""
+
+    train: PackedLoader
+    valid: PackedLoader | None
+    """The held-out ones; None when the run evaluates nothing."""
+
+
 def open_documents(
     config: PretrainConfig, source: Source, context: ParallelContext, microbatches_per_step: int
-) -> PackedLoader:
-    """The training split. Rank 0 trains the tokenizer and builds shards under <run_dir>/data; the others wait."""
+) -> Splits:
+    """Rank 0 trains the tokenizer and builds shards under <run_dir>/data; the others wait."""
     data = config.data
     documents = open_source(data.path, data.bad_lines, seed=config.seed)
     tokenizer = _open_tokenizer(config, source, documents, context)
@@ -41,7 +51,8 @@ def open_documents(
             f"vocabulary {tokenizer.size}",
             flush=True,
         )
-    return PackedLoader(
+    loader = functools.partial(
+        PackedLoader,
         shards,
         config.train.microbatch_tokens,
         data.seq_tokens,
@@ -49,7 +60,9 @@ def open_documents(
         context.dp,
         microbatches_per_step,
         config.seed,
+        valid_fraction=data.valid_fraction,
     )
+    return Splits(loader("train"), loader("valid") if config.train.eval_every is not None else None)
 
 
 def _open_tokenizer(

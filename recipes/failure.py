@@ -56,6 +56,8 @@ def fail_together(error: UserError | None) -> None:
 
 
 def _message(error: UserError | OSError, ranks: Ranks) -> str:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    # An OSError of this project's own carries a whole message; the system's carries a file and a reason.
+    is_systems = isinstance(error, OSError) and error.filename is not None
+    text = f"{error.filename}: {error.strerror}" if is_systems else str(error)
     where = "" if ranks.is_first else f"{ranks}: "
     return f"error: {where}" + text.replace("\n", "\n  ")

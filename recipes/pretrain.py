@@ -1,33 +1,31 @@
 """Pretrain on packed documents: python -m recipes.pretrain [overrides]"""
 
-from pathlib import Path
-
-from bailing_mtp.config import PretrainConfig, check_batch, check_mtp
+from bailing_mtp.config import PretrainConfig, check_batch
 
 from .common import run
 
 
 def main(config: PretrainConfig) -> None:
     # torch and megatron take seconds to import; mistakes in the config are reported before.
-    from bailing_mtp.training.metrics import MetricsFile
+    from bailing_mtp.training.flops import training_flops
     from bailing_mtp.training.objective import PretrainObjective
     from bailing_mtp.training.state import build_state
 
+    from .checkpoints import RunCheckpoints, tell_fresh_mtp
     from .documents import open_documents
     from .loop import train
-    from .session import find_source, join_ranks, leave_ranks, make_model
+    from .report import Report
+    from .resume import continue_run
+    from .session import find_source, join_ranks, leave_ranks, make_model, require_mtp
 
-    source = find_source(config)
-    check_mtp(
-        mtp_layers=int(source.holds_mtp), checkpoint=config.checkpoint.load, loss_scale=config.mtp.loss_scale
-    )
+    source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     context = join_ranks(config, source.arch)
     microbatches = check_batch(
         tokens_per_step=config.train.tokens_per_step,
         microbatch_tokens=config.train.microbatch_tokens,
         dp=context.dp,
     )
-    loader = open_documents(config, source, context, microbatches * context.dp)
+    splits = open_documents(config, source, context, microbatches * context.dp)
     built = make_model(
         config,
         source,
@@ -37,9 +35,17 @@ def main(config: PretrainConfig) -> None:
         expert_bias_rate=config.optim.expert_bias_rate,
     )
     state = build_state(built, context, config.optim, config.train.steps)
+    if source.resumes:
+        continue_run(source, state, splits.train)
     objective = PretrainObjective(config.mtp)
-    metrics = MetricsFile(Path(config.run_dir) / "metrics.jsonl") if context.is_writer else None
-    train(state, loader, objective, config.train, metrics)
+    mtp_depth = 0 if config.mtp.loss_scale is None else config.mtp.depth
+    flops = training_flops(source.arch, mtp_depth, config.mtp.detach)
+    report = Report(config, "pretrain", context, flops, config.train.steps, state.step)
+    if source.fresh_mtp:
+        tell_fresh_mtp(config, source, context, report)
+    checkpoints = RunCheckpoints(config, source, state, splits.train, config.train.steps)
+    train(state, splits.train, objective, config.train, report, splits.valid, checkpoints)
+    checkpoints.say_how_to_export()
     leave_ranks()
 
 

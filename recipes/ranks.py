@@ -12,14 +12,17 @@ class Ranks:
     rank: int
     world_size: int
     host: str
+    local_world_size: int = 1
+    """Processes of this launch on this host."""
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Read RANK and WORLD_SIZE; a process started alone is rank 0 of 1."""
+        """Read RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; a process started alone is rank 0 of 1."""
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             host=socket.gethostname(),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
 
     @property

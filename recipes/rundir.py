@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 from omegaconf import OmegaConf
 
 from bailing_mtp.config import ConfigError, RunConfig
@@ -14,24 +15,29 @@ RESOLVED = "config.resolved.yaml"
 
 
 def default_run_dir(verb: str, ranks: Ranks) -> str:
-    """RUN_DIR as the launch scripts set it, else outputs/<verb>/<timestamp> for a process that is alone.
+    """RUN_DIR as the launch scripts set it, else outputs/<verb>/<timestamp>.
 
-    Several ranks would each read their own clock, so without RUN_DIR they must be given run_dir=.
+    Ranks of one host share their launcher, whose start names the directory: each rank's own clock would give
+    several. Ranks of several hosts share nothing yet and get no default.
     """
     given = os.environ.get("RUN_DIR")
     if given:
         return given
-    if ranks.world_size > 1:
+    if ranks.world_size == 1:
+        started_s = time.time()
+    elif ranks.world_size == ranks.local_world_size:
+        started_s = psutil.Process(os.getppid()).create_time()
+    else:
         return "???"
-    return f"outputs/{verb}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    return f"outputs/{verb}/{time.strftime('%Y-%m-%d_%H-%M-%S', time.localtime(started_s))}"
 
 
 def require_run_dir(plain: dict[str, object], ranks: Ranks) -> None:
-    """Refuse a launch of several ranks that was told no run directory."""
+    """Refuse a launch on several hosts that was told no run directory."""
     if "run_dir" not in plain:
         raise ConfigError(
-            f"run_dir: {ranks.world_size} ranks must agree on one directory; "
-            "start with launch/torchrun.sh <verb>, or give run_dir=<dir>"
+            f"run_dir: {ranks.world_size} ranks, {ranks.local_world_size} of them on this host, must agree on "
+            "one directory; give run_dir=<dir>, or set RUN_DIR to the same directory on every host"
         )
 
 
@@ -65,6 +71,12 @@ def open_run_dir(config: RunConfig) -> list[str]:
     partial.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
     partial.rename(target)
     return []
+
+
+def note_in_resolved(config: RunConfig, note: str) -> None:
+    """Append a comment to the resolved config: a fact of the run's start that no key says. Rank 0 only."""
+    with (Path(config.run_dir) / RESOLVED).open("a", encoding="utf-8") as stream:
+        stream.write(f"# {note}\n")
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:

@@ -12,13 +12,16 @@ PACK_TOKENS = 8192
 
 
 def main(config: ScoreConfig) -> None:
-    # torch and megatron take seconds to import; mistakes in the config are reported before.
-    import torch
+    if config.report == "acceptance":
+        from .acceptance import report_acceptance
 
+        report_acceptance(config)
+        return
+    # torch and megatron take seconds to import; mistakes in the config are reported before.
     from bailing_mtp.log import ProgressLine
     from bailing_mtp.training.scoring import score_batch
 
-    from .scores import pack_documents, read_input, Result, write_output
+    from .scores import Result, pack_documents, read_input, write_output
     from .session import find_source, join_ranks, leave_ranks, make_model
 
     source = find_source(config)
@@ -28,7 +31,8 @@ def main(config: ScoreConfig) -> None:
     for module in built.modules:
         module.eval()
     packs = pack_documents(documents, PACK_TOKENS)
-    result = Result(documents, with_mtp=source.holds_mtp, vocab_size=source.arch.vocab_size if config.write_logits else 0)
+    logit_width = source.arch.vocab_size if config.write_logits else 0
+    result = Result(documents, with_mtp=source.holds_mtp, vocab_size=logit_width)
     line = ProgressLine(sys.stderr if context.is_writer else None)
     # Data-parallel ranks share the packs. Expert-parallel ranks work together on every forward, so all make the
     # same number of them: a rank without a pack repeats the last one, and its result is not used.

@@ -2,60 +2,29 @@
 
 import os
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bailing_mtp.config import LayoutSizes, ModelConfig, RunConfig, check_layout
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.errors import UserError
 from bailing_mtp.log import duration
 from bailing_mtp.model.build import BuiltModel, build_model, count_parameters
 from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext, build_context
-from bailing_mtp.weights.check import check_tensors
-from bailing_mtp.weights.checkpoint_files import TORCH_DTYPES, open_checkpoint, read_architecture
 from bailing_mtp.weights.fresh import init_fresh
 from bailing_mtp.weights.load import load_hf
 from bailing_mtp.weights.names import Shard
+from bailing_mtp.weights.sharded.manifest import verify
+from bailing_mtp.weights.stored import CheckpointError
 
+from .failure import fail_together
 from .ranks import Ranks
+from .sources import Source, find_source, require_mtp
+
+__all__ = ["Source", "find_source", "join_ranks", "leave_ranks", "make_model", "model_settings", "require_mtp"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the model comes from, known before any process group exists."""
-
-    arch: Architecture
-    directory: Path | None
-    """HF checkpoint, or None for random weights."""
-    holds_mtp: bool
-    router_dtype: torch.dtype | None
-    """Stored dtype of the router weights, None for random weights."""
-
-
-def find_source(config: RunConfig) -> Source:
-    """Read the architecture from checkpoint.load, else from model.architecture. Raises UserError."""
-    if config.checkpoint.load is None:
-        arch = Architecture.from_hf(config.model.architecture or {}, "model.architecture", strict=True)
-        return Source(arch, None, arch.num_mtp_layers > 0, None)
-    directory = Path(config.checkpoint.load)
-    if not directory.is_dir():
-        raise UserError(
-            f"checkpoint.load: {config.checkpoint.load!r} is not a directory; allowed: an HF checkpoint"
-        )
-    arch = read_architecture(directory)
-    files = open_checkpoint(directory)
-    routers = [
-        TORCH_DTYPES[t.dtype] for name, t in files.tensors.items() if name.endswith(".mlp.gate.weight")
-    ]
-    return Source(
-        arch, directory, bool(check_tensors(files, arch).mtp_present), routers[0] if routers else None
-    )
 
 
 def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
@@ -98,7 +67,12 @@ def make_model(
         init_fresh(source.arch, shard, built.trunk, built.mtp, config.seed)
         origin = f"random from seed {config.seed}"
     else:
-        report = load_hf(source.directory, source.arch, shard, built.trunk, built.mtp)
+        _verify(source, context)
+        stored_mtp = None if source.fresh_mtp else built.mtp
+        skip_mtp = bool(source.fresh_mtp)
+        report = load_hf(source.directory, source.arch, shard, built.trunk, stored_mtp, skip_mtp)
+        if source.fresh_mtp:
+            init_fresh(source.arch, shard, None, built.mtp, config.seed)
         origin = f"{report.n_tensors} tensors, {report.read_bytes / 2**20:.0f} MiB from {source.directory}"
         if context.is_writer and report.mtp_loss_scaling_factor:
             print(
@@ -115,6 +89,18 @@ def make_model(
     return built
 
 
+def _verify(source: Source, context: ParallelContext) -> None:
+    """Digest a sharded checkpoint's files, each rank a share. Collective."""
+    if source.sharded is None:
+        return
+    error = None
+    try:
+        verify(source.sharded.directory, context.rank, context.world_size)
+    except CheckpointError as caught:
+        error = caught
+    fail_together(error)
+
+
 def model_settings(
     model: ModelConfig, source: Source, recompute: str = "none", expert_bias_rate: float = 0.0
 ) -> ModelSettings:
@@ -125,6 +111,7 @@ def model_settings(
         dtype=dtype,
         router_dtype=router_dtype,
         kda=model.kda,
+        experts=model.experts,
         attention=model.attention,
         recompute=recompute,
         expert_bias_rate=expert_bias_rate,

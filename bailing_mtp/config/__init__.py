@@ -3,14 +3,17 @@
 from bailing_mtp.errors import UserError
 
 from .build import build_config, key_paths, schema_defaults, show, text_keys, unknown_key
-from .checks import LayoutSizes, check_batch, check_layout, check_mtp
+from .checks import LayoutSizes, check_batch, check_layout, check_mtp, check_mtp_divisor
 from .errors import ConfigError
-from .rollout import DpoConfig, RlConfig, RolloutConfig, SamplingConfig
+from .finetune import DpoConfig, SftConfig
+from .generation import GenerateConfig
+from .rollout import PreferenceConfig, RlConfig, RolloutConfig, SamplingConfig
 from .section import Section
 from .support import check_backends
 from .training import (
     CheckpointConfig,
     DataConfig,
+    DialogueDataConfig,
     LogConfig,
     ModelConfig,
     MtpConfig,
@@ -18,19 +21,35 @@ from .training import (
     ParallelConfig,
     TrainConfig,
 )
-from .verbs import PretrainConfig, RunConfig, ScoreConfig
+from .verbs import (
+    ConvertConfig,
+    DoctorConfig,
+    LoadConfig,
+    PlotConfig,
+    PretrainConfig,
+    RunConfig,
+    ScoreConfig,
+    split_list,
+)
 
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
+    "ConvertConfig",
     "DataConfig",
+    "DialogueDataConfig",
+    "DoctorConfig",
     "DpoConfig",
+    "GenerateConfig",
     "LayoutSizes",
+    "LoadConfig",
     "LogConfig",
     "ModelConfig",
     "MtpConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PlotConfig",
+    "PreferenceConfig",
     "PretrainConfig",
     "RlConfig",
     "RolloutConfig",
@@ -38,6 +57,7 @@ __all__ = [
     "SamplingConfig",
     "ScoreConfig",
     "Section",
+    "SftConfig",
     "TrainConfig",
     "UserError",
     "build_config",
@@ -45,9 +65,11 @@ __all__ = [
     "check_batch",
     "check_layout",
     "check_mtp",
+    "check_mtp_divisor",
     "key_paths",
     "schema_defaults",
     "show",
+    "split_list",
     "text_keys",
     "unknown_key",
 ]

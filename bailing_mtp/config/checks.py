@@ -85,6 +85,21 @@ def check_mtp(
     raise_if_any(problems)
 
 
+def check_mtp_divisor(*, loss_scale: float | None, detach: bool, main_loss: str) -> None:
+    """Refuse a joint MTP loss beside a loss that is a mean over sequences or pairs, called `main_loss`.
+
+    The MTP loss is a mean over tokens; on shared weights the two have no common divisor, so the strength of one
+    relative to the other would change with the length of the responses. Detached, they share no weight.
+    """
+    if loss_scale is not None and not detach:
+        raise_if_any(
+            [
+                f"mtp.detach: false with {main_loss}: its loss is divided by sequences, the MTP loss by tokens; "
+                "use mtp.detach=true, or mtp.loss_scale=null"
+            ]
+        )
+
+
 def _no_mtp(checkpoint: str | None) -> str:
     if checkpoint is None:
         return "needs an MTP layer and model.architecture has none; set its num_nextn_predict_layers to 1"

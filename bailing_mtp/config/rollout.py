@@ -28,6 +28,12 @@ class RolloutConfig(Section):
     """Choose the drafts per step in 0..speculative_tokens from measured cost and acceptance."""
     max_running: PositiveInt = 256
     """Rows decoded together on one rollout replica."""
+    context_tokens: PositiveInt | None = None
+    """Longest prompt and response together, in tokens; null = what the longest request needs."""
+    prefill_tokens: PositiveInt = 8192
+    """Prompt tokens of one prefill; a longer prompt comes in several, with decode steps between them."""
+    block_tokens: PositiveInt = 64
+    """Positions of one block of the paged latent cache."""
     memory_gb: PositiveFloat | None = None
     """Device memory for caches and states, GiB per rank; null = what max_running full rows need."""
     keep_memory: bool = False
@@ -74,12 +80,21 @@ class RlConfig(Section):
     """Importance ratio per token, or per sequence."""
     reward: Reward = "reasoning_gym"
     """reasoning_gym, math_verify, exact, or module:function."""
+    reward_timeout_s: PositiveFloat = 10.0
+    """Longest time that one reward may take."""
+    reward_on_failure: float = 0.0
+    """Reward of a sample whose reward function fails, crashes or takes too long."""
+    reward_workers: PositiveInt = 4
+    """Processes that compute rewards, for each data-parallel rank."""
     advantage: Literal["group", "rloo"] = "group"
     """Reward standardised within a prompt's samples, or minus the mean of the others."""
     clip_low: PositiveFloat = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 0.2
     """Ratios above 1 + clip_high are clipped."""
+    truncate_importance: PositiveFloat | None = None
+    """Largest weight for the mismatch between rollout and trainer, with ratios taken to the trainer's own
+    log-probabilities; null = ratios are taken to the rollout's."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term to the reference model; 0 = no reference model."""
     routing_replay: bool = False
@@ -88,10 +103,12 @@ class RlConfig(Section):
     """Prompts rolled out / prompts trained; the slowest are cancelled."""
 
 
-class DpoConfig(Section):
+class PreferenceConfig(Section):
     """Direct preference optimisation."""
 
     beta: PositiveFloat = 0.1
     """Strength of the pull to the reference model."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs taken as labelled the wrong way round."""
+    reference_dir: Text | None = None
+    """Directory for the reference model's log-probabilities, which runs may share; null = <run_dir>/data."""

@@ -7,8 +7,11 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .build import show
 from .errors import raise_if_any
 from .section import Section
+
+ANY = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +20,8 @@ class Option:
 
     path: str
     """Dotted key."""
-    value: str
-    """The value that asks for the backend."""
+    value: object
+    """The value that asks for the backend; ANY = every value but null."""
     instead: str
     """Values of the key that need nothing."""
     module: str | None = None
@@ -70,6 +73,10 @@ OPTIONS = (
     ),
     Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
     Option(path="optim.offload", value="cpu", instead="none", needs_gpu=True, supported=False),
+    Option(path="rollout.kernels", value="triton", instead="torch", needs_gpu=True, supported=False),
+    Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True, supported=False),
+    Option(path="rollout.adaptive", value=True, instead="false", supported=False),
+    Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
 )
 
 
@@ -87,11 +94,12 @@ def check_backends(
     """
     problems = []
     for option in OPTIONS:
-        if _value_at(config, option.path) != option.value:
+        value = _value_at(config, option.path)
+        if value is None or option.value not in (ANY, value):
             continue
         reason = _reason(option, has_gpu, installed)
         if reason:
-            problems.append(f"{option.path}: {option.value!r} {reason}")
+            problems.append(f"{option.path}: {show(value)} {reason}")
     raise_if_any(problems)
 
 

@@ -29,6 +29,8 @@ class ModelConfig(Section):
     """Softmax attention of the MLA layers in training: torch's, or flash-attn's."""
     kda: Literal["torch", "fla"] = "torch"
     """Chunked KDA in training: the torch twin (any device), or fla's Triton kernels (GPU only)."""
+    experts: Literal["loop", "grouped"] = "loop"
+    """Experts in training: one after the other, or one grouped GEMM (sizes must be multiples of 16 bytes)."""
     architecture: dict[str, JsonValue] | None = None
     """Sizes under the key names of an HF config.json; null = read from checkpoint.load."""
 
@@ -54,6 +56,27 @@ class DataConfig(Section):
     trained on the data."""
     vocab_size: PositiveInt = 4096
     """Entries of the BPE that is trained when there is no tokenizer."""
+    valid_fraction: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the documents, the last ones, that is held out of training, evaluated or not."""
+    bad_lines: Literal["fail", "skip"] = "fail"
+    """A line that cannot be read: stop and name file and line, or leave it out and count it."""
+
+
+class DialogueDataConfig(Section):
+    """Where conversations or preference pairs come from and how they become token ids."""
+
+    path: Text
+    """JSONL file, a directory of them, or (sft) reasoning_gym:<task>[,<task>...] (generated, no file)."""
+    seq_tokens: PositiveInt = 4096
+    """Longest conversation, or row of a pair, in tokens; data.too_long says what happens to a longer one."""
+    too_long: Literal["cut", "skip"] = "cut"
+    """Cut a too long one at its end, or leave it out; counted either way."""
+    chat_template: Text | None = None
+    """File of a Jinja chat template, or plain (texts as they are written); null = the tokenizer's own."""
+    tokenizer: Text | None = None
+    """tokenizer.json or a directory that holds it; null = that of checkpoint.load."""
+    valid_fraction: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the conversations or pairs, the last ones, that is held out of training, evaluated or not."""
     bad_lines: Literal["fail", "skip"] = "fail"
     """A line that cannot be read: stop and name file and line, or leave it out and count it."""
 
@@ -72,7 +95,7 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """Steps between two lines of metrics.jsonl."""
     eval_every: PositiveInt | None = None
-    """Steps between two evaluations on held-out documents; null = none."""
+    """Steps between two evaluations on held-out documents, with one after the last step; null = none."""
     eval_steps: PositiveInt = 4
     """Steps' worth of held-out tokens per evaluation."""
 
@@ -101,9 +124,7 @@ class OptimConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     clip_grad: PositiveFloat | None = 1.0
-    """Largest global gradient norm of the trunk; null = no clipping."""
-    mtp_clip_grad: PositiveFloat | None = None
-    """Largest gradient norm of the MTP layer, clipped apart from the trunk; null = that of clip_grad."""
+    """Largest gradient norm of the trunk, and of the MTP layer, each clipped by its own; null = no clipping."""
     fused: Literal["none", "apex"] = "none"
     """Fused optimizer kernels: torch's own, or those of NVIDIA apex."""
     offload: Literal["none", "cpu"] = "none"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
+from bailing_mtp.errors import UserError
 
 PADDING_ORIGIN = "padding"
 _PADDING_ID = 0
@@ -35,9 +36,9 @@ class TokenDocument:
 
 
 def check_pack_sizes(microbatch_tokens: int, seq_tokens: int) -> None:
-    """Raise ValueError unless 2 <= seq_tokens <= microbatch_tokens (a site needs a next token)."""
+    """Raise UserError unless 2 <= seq_tokens <= microbatch_tokens (a site needs a next token)."""
     if not 2 <= seq_tokens <= microbatch_tokens:
-        raise ValueError(
+        raise UserError(
             f"data.seq_tokens: {seq_tokens} is not supported with microbatches of {microbatch_tokens} "
             f"tokens; allowed: 2 to {microbatch_tokens}"
         )
@@ -113,7 +114,7 @@ def pack_documents(
 ) -> list[TokenBatch]:
     """Cut, pack by best fit in the order given, and fill up: every token lies in exactly one batch.
 
-    Raises ValueError when the sizes do not allow it; empty documents are left out.
+    Raises UserError when the sizes do not allow it; empty documents are left out.
     """
     check_pack_sizes(microbatch_tokens, seq_tokens)
     filled = [document for document in documents if len(document.token_ids) > 0]

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
+from bailing_mtp.errors import UserError
+
 BadLinePolicy = Literal["fail", "skip"]
 Split = Literal["train", "valid"]
 GENERATED_PREFIX = "reasoning_gym:"
@@ -33,7 +35,7 @@ class Document(NamedTuple):
     origin: str
 
 
-class BadDocument(ValueError):
+class BadDocument(UserError):
     """A line or file that holds no usable text; the message names file and line."""
 
 
@@ -42,7 +44,7 @@ class BadLines:
 
     def __init__(self, policy: BadLinePolicy = "fail") -> None:
         if policy not in ("fail", "skip"):
-            raise ValueError(f"data.bad_lines: {policy!r} is not supported; allowed: fail, skip")
+            raise UserError(f"data.bad_lines: {policy!r} is not supported; allowed: fail, skip")
         self.policy = policy
         self.n_skipped = 0
         self.first: str | None = None
@@ -79,12 +81,12 @@ class FileSource:
     policy: BadLinePolicy = "fail"
 
     def files(self) -> list[Path]:
-        """The files read, in reading order. Raises FileNotFoundError or ValueError naming data.path."""
+        """The files read, in reading order. Raises FileNotFoundError or UserError naming data.path."""
         root = Path(self.path)
         if root.is_file():
             if root.suffix in TEXT_SUFFIXES:
                 return [root]
-            raise ValueError(f"data.path: {self.path} is no text file; allowed: .txt, .jsonl, a directory")
+            raise UserError(f"data.path: {self.path} is no text file; allowed: .txt, .jsonl, a directory")
         if not root.is_dir():
             raise FileNotFoundError(
                 f"data.path: {self.path} does not exist; allowed: a .txt or .jsonl file, "
@@ -130,6 +132,11 @@ class GeneratedSource:
         return _digest(["reasoning_gym", version, self.tasks, self.n_documents, self.seed, self.split])
 
     def documents(self, bad_lines: BadLines) -> Iterator[Document]:
+        for entry, origin in self.entries():
+            yield Document(problem_text(entry["question"], str(entry["answer"])), origin)
+
+    def entries(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """The generator's own entries (question, answer, metadata), each with its origin."""
         n_tasks = len(self.tasks)
         sizes = [(self.n_documents - rank + n_tasks - 1) // n_tasks for rank in range(n_tasks)]
         families = [_family(task, sizes[rank], self._task_seed(task)) for rank, task in enumerate(self.tasks)]
@@ -137,9 +144,8 @@ class GeneratedSource:
             item, rank = divmod(index, n_tasks)
             entry, task = families[rank][item], self.tasks[rank]
             if entry["answer"] is None:
-                raise ValueError(f"data.path: task {task!r} has no written answers to train on")
-            text = problem_text(entry["question"], str(entry["answer"]))
-            yield Document(text, f"{GENERATED_PREFIX}{task}#{item}")
+                raise UserError(f"data.path: task {task!r} has no written answers to train on")
+            yield entry, f"{GENERATED_PREFIX}{task}#{item}"
 
     def _task_seed(self, task: str) -> int:
         base = int(_digest([self.seed, task])[:16], 16) % _SPLIT_STRIDE
@@ -159,7 +165,7 @@ def open_source(
     `?documents=5000&seed=7` in the path overrides the arguments. Anything else is a file or directory, to
     which `n_documents`, `seed` and `split` mean nothing. Only syntax and existence are checked here: a bad
     line or an unknown task is reported when the documents are read.
-    Raises FileNotFoundError or ValueError naming data.path.
+    Raises FileNotFoundError or UserError naming data.path.
     """
     BadLines(bad_lines)
     if path.startswith(GENERATED_PREFIX):
@@ -185,18 +191,18 @@ def _parse_generated(
     names, _, query = path.removeprefix(GENERATED_PREFIX).partition("?")
     tasks = tuple(name.strip() for name in names.split(","))
     if not all(tasks) or len(set(tasks)) != len(tasks):
-        raise ValueError(
+        raise UserError(
             f"data.path: {path}; allowed: {GENERATED_PREFIX}<task>,<task>,... with each task once"
         )
     numbers = {"documents": n_documents, "seed": seed}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in numbers or not value.isdecimal():
-            raise ValueError(f"data.path: {path}: {key}={value}; allowed: documents=<n>, seed=<n>")
+            raise UserError(f"data.path: {path}: {key}={value}; allowed: documents=<n>, seed=<n>")
         numbers[key] = int(value)
     if not len(tasks) <= numbers["documents"] < _SPLIT_STRIDE:
-        raise ValueError(f"data.path: {path}: {numbers['documents']} documents; allowed: one or more a task")
+        raise UserError(f"data.path: {path}: {numbers['documents']} documents; allowed: one or more a task")
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError(f"data.path: {path} needs the package reasoning-gym: pip install reasoning-gym")
+        raise UserError(f"data.path: {path} needs the package reasoning-gym: pip install reasoning-gym")
     return GeneratedSource(tasks, numbers["documents"], numbers["seed"], split, policy)
 
 
@@ -210,11 +216,11 @@ def _family(task: str, n_items: int, seed: int) -> Any:
             if close
             else f"allowed: {', '.join(sorted(factory.DATASETS))}"
         )
-        raise ValueError(f"data.path: unknown reasoning_gym task {task!r}; {hint}")
+        raise UserError(f"data.path: unknown reasoning_gym task {task!r}; {hint}")
     try:
         return factory.create_dataset(task, size=n_items, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"data.path: reasoning_gym task {task!r} refuses its defaults: {error}") from error
+        raise UserError(f"data.path: reasoning_gym task {task!r} refuses its defaults: {error}") from error
 
 
 def _whole(file: Path, bad_lines: BadLines) -> Iterator[Document]:
@@ -230,24 +236,31 @@ def _whole(file: Path, bad_lines: BadLines) -> Iterator[Document]:
 
 
 def _jsonl(file: Path, bad_lines: BadLines) -> Iterator[Document]:
+    for record, origin in jsonl_records(file, bad_lines):
+        text, reason = _record_text(record)
+        if text is None:
+            bad_lines.report(origin, reason)
+        else:
+            yield Document(text, origin)
+
+
+def jsonl_records(file: Path, bad_lines: BadLines) -> Iterator[tuple[Any, str]]:
+    """The JSON value of each line with its origin; blank lines are left out."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             origin = f"{file}:{number}"
-            text, reason = _line_text(line)
-            if text is None:
-                bad_lines.report(origin, reason)
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                bad_lines.report(origin, f"not valid JSON ({error})")
             else:
-                yield Document(text, origin)
+                yield record, origin
 
 
-def _line_text(line: bytes) -> tuple[str | None, str]:
+def _record_text(record: Any) -> tuple[str | None, str]:
     """The text of one line, or None and why there is none."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return None, f"not valid JSON ({error})"
     if not isinstance(record, dict) or "text" not in record:
         return None, 'no "text"; allowed: {"text": "..."}'
     text = record["text"]
@@ -255,12 +268,13 @@ def _line_text(line: bytes) -> tuple[str | None, str]:
         return None, f'"text" is a {type(text).__name__}; allowed: a string'
     if not text.strip():
         return None, '"text" is empty'
-    if not _encodable(text):
+    if not encodable(text):
         return None, '"text" holds half of a surrogate pair, which is no character'
     return text, ""
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Whether a text can be written as UTF-8 (half a surrogate pair cannot)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from bailing_mtp.errors import UserError
+
 EOS_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
 _BYTE_VALUES = 256
@@ -44,7 +46,7 @@ class Tokenizer:
         self.size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         for token_id in (*self.eos_ids, self.pad_id):
             if token_id < 0 or backend.id_to_token(token_id) is None:
-                raise ValueError(
+                raise UserError(
                     f"end or pad id {token_id} is no token of this tokenizer; allowed: 0 to {self.size - 1}"
                 )
 
@@ -59,9 +61,9 @@ class Tokenizer:
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     def require_fits(self, vocab_size: int) -> None:
-        """Raise ValueError if an id would lie outside a model's `vocab_size`."""
+        """Raise UserError if an id would lie outside a model's `vocab_size`."""
         if self.size > vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer has ids up to {self.size - 1}, but the model's vocab_size is {vocab_size}; "
                 f"allowed: a vocab_size >= {self.size}"
             )
@@ -112,13 +114,13 @@ def train_tokenizer(
 
     `special_tokens` get the ids 0, 1, ...; the first ends documents, the second (if any) pads.
     The result has at most `vocab_size` ids, and fewer when the text offers too few merges.
-    Raises ValueError for a `vocab_size` below 256 bytes + special tokens.
+    Raises UserError for a `vocab_size` below 256 bytes + special tokens.
     """
     smallest = _BYTE_VALUES + len(special_tokens)
     if not special_tokens or len(set(special_tokens)) != len(special_tokens):
         raise ValueError(f"special_tokens {tuple(special_tokens)} must be distinct, the first ends documents")
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size: {vocab_size}; allowed: >= {smallest} (256 bytes + special tokens)")
+        raise UserError(f"vocab_size: {vocab_size}; allowed: >= {smallest} (256 bytes + special tokens)")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -140,7 +142,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     The end and pad tokens come from `tokenizer_config.json` beside it, else from `config.json`
     (whose `eos_token_id` may be a list; its further ids also end a text).
-    Raises FileNotFoundError, or ValueError naming the file that is wrong.
+    Raises FileNotFoundError, or UserError naming the file that is wrong.
     """
     file = Path(path)
     if file.is_dir():
@@ -148,7 +150,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}; allowed: a tokenizer.json, or a directory with one")
     if "model" not in _read_object(file):
-        raise ValueError(f"{file}: has no 'model'; allowed: a tokenizer.json of the tokenizers library")
+        raise UserError(f"{file}: has no 'model'; allowed: a tokenizer.json of the tokenizers library")
     backend = tokenizers.Tokenizer.from_file(str(file))
     settings_file, config_file = file.with_name("tokenizer_config.json"), file.with_name("config.json")
     settings = _read_object(settings_file) if settings_file.is_file() else {}
@@ -158,7 +160,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     eos_ids = named_eos + _config_ids(config, "eos_token_id", config_file)
     pad_ids = named_pad + _config_ids(config, "pad_token_id", config_file)
     if not eos_ids:
-        raise ValueError(
+        raise UserError(
             f"{file}: no end-of-text token; allowed: eos_token in {settings_file}, "
             f"or eos_token_id in {config_file}"
         )
@@ -169,10 +171,10 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from error
+        raise UserError(f"{file}: not valid JSON ({error})") from error
     if isinstance(value, dict):
         return value
-    raise ValueError(f"{file}: holds a {type(value).__name__}; allowed: a JSON object")
+    raise UserError(f"{file}: holds a {type(value).__name__}; allowed: a JSON object")
 
 
 def _named_ids(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], key: str, file: Path) -> list[int]:
@@ -183,7 +185,7 @@ def _named_ids(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], key: 
         return []
     token_id = backend.token_to_id(token) if isinstance(token, str) else None
     if token_id is None:
-        raise ValueError(f"{file}: {key}: {token!r} is no token of the tokenizer beside it")
+        raise UserError(f"{file}: {key}: {token!r} is no token of the tokenizer beside it")
     return [token_id]
 
 
@@ -191,5 +193,5 @@ def _config_ids(config: Mapping[str, Any], key: str, file: Path) -> list[int]:
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"{file}: {key}: {value!r}; allowed: an id or a list of ids")
+        raise UserError(f"{file}: {key}: {value!r}; allowed: an id or a list of ids")
     return ids

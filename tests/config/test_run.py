@@ -52,7 +52,7 @@ def test_other_exceptions_keep_their_traceback(tmp_path: Path):
 
 
 def test_two_ranks_make_one_run_and_tell_a_mistake_once(tmp_path: Path):
-    good = start_two(tmp_path, "run_dir=out")
+    good = start_two(tmp_path, "run_dir=out", "train.steps=60")
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("ran 60 steps") == 2 and good.stdout.count("pretrain: 2 rank(s)") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.resolved.yaml"]
@@ -105,7 +105,7 @@ def test_a_run_with_a_checkpoint_continues_and_says_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     run_dir = tmp_path / "run"
-    prepared(f"run_dir={run_dir}")
+    prepared(f"run_dir={run_dir}", "train.steps=60")
     (run_dir / "checkpoints" / "step_10").mkdir(parents=True)
     prepared(f"run_dir={run_dir}", "train.steps=90")
     assert "changed: train.steps: 60 at first start, now 90" in capsys.readouterr().out
@@ -127,5 +127,24 @@ def test_run_dir_is_one_for_all_ranks(monkeypatch: pytest.MonkeyPatch):
     assert default_run_dir("pretrain", SECOND) == "from/launch"
     monkeypatch.delenv("RUN_DIR")
     assert re.fullmatch(r"outputs/pretrain/[\d-]+_[\d-]+", default_run_dir("pretrain", ALONE))
-    with pytest.raises(ConfigError, match="run_dir: 2 ranks must agree on one directory; start with launch/"):
+    with pytest.raises(ConfigError, match="run_dir: 2 ranks, 1 of them on this host, must agree .* set RUN_DIR"):
         prepared(ranks=SECOND)
+
+
+def test_ranks_of_one_host_name_the_directory_after_their_launcher(tmp_path: Path):
+    show = "import time; time.sleep({}); from recipes.ranks import Ranks; from recipes.rundir import *; "
+    show += "print(default_run_dir('sft', Ranks.from_environment()))"
+    env = {k: v for k, v in os.environ.items() if k != "RUN_DIR"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    # The second rank looks more than a second later.
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", show.format(wait_s)],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, wait_s in enumerate((0.0, 1.2))
+    ]
+    first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
+    assert first == second and re.fullmatch(r"outputs/sft/[\d-]+_[\d-]+\n", first)

@@ -19,6 +19,10 @@ def test_best_fit_by_hand() -> None:
     assert best_fit([6, 5, 4, 3, 3, 2], capacity=10) == [[0, 2], [1, 3, 5], [4]]
 
 
+def test_best_fit_uses_the_last_token_of_room() -> None:
+    assert best_fit([9, 9, 1], capacity=10) == [[0, 2], [1]]
+
+
 def test_best_fit_takes_the_oldest_of_equal_bins() -> None:
     assert best_fit([7, 7, 7, 2, 3], capacity=10) == [[0, 3], [1, 4], [2]]
 

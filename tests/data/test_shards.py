@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bailing_mtp.data.cache import CacheError
 from bailing_mtp.data.shards import ShardError, TokenShards, open_shards, read_shards
 from bailing_mtp.data.sources import BadDocument, BadLines, Document, open_source
 from bailing_mtp.data.tokenizer import Tokenizer, train_tokenizer
@@ -184,7 +185,7 @@ def test_failed_build_releases_the_other_ranks(tokenizer: Tokenizer, tmp_path: P
     source, calls = open_source(str(tmp_path)), []
     with pytest.raises(BadDocument, match=r"x.jsonl:2"):
         open_shards(source, tokenizer, tmp_path / "c", barrier=lambda: calls.append(0))
-    with pytest.raises(ShardError, match="not there after the building rank finished"):
+    with pytest.raises(CacheError, match="not there after the building rank finished"):
         open_shards(source, tokenizer, tmp_path / "c", is_builder=False, barrier=lambda: calls.append(1))
     assert calls == [0, 1]
 

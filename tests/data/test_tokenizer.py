@@ -25,7 +25,8 @@ def test_training_learns_merges_and_repeats_itself(
     assert len(tokenizer.encode("Question: Find the Greatest Common Divisor")) < 15
 
 
-def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
+def test_digits_are_single_tokens() -> None:
+    tokenizer = train_tokenizer(["2048 2048 2048"], 300)
     assert [tokenizer.decode([i]) for i in tokenizer.encode("2048")] == ["2", "0", "4", "8"]
 
 

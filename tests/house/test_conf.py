@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import bailing_mtp.config as config_package
 from bailing_mtp.config import (
     DataConfig,
     LayoutSizes,
@@ -19,7 +20,7 @@ from bailing_mtp.config import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    ScoreConfig,
+    Section,
     build_config,
     check_batch,
     check_layout,
@@ -29,7 +30,10 @@ from bailing_mtp.config import (
 )
 from recipes.compose import CONF, compose
 
-VERBS: dict[str, type[RunConfig]] = {"pretrain": PretrainConfig, "score": ScoreConfig}
+# A verb has conf/<verb>.yaml, recipes/<verb>.py and a <Verb>Config.
+VERBS: dict[str, type[Section]] = {
+    path.stem: getattr(config_package, f"{path.stem.capitalize()}Config") for path in CONF.glob("*.yaml")
+}
 GROUPS = {
     "model": ModelConfig,
     "data": DataConfig,
@@ -56,7 +60,8 @@ def verb_of(experiment: str) -> str:
 
 
 def composed(verb: str, *arguments: str) -> dict:
-    return compose(VERBS[verb], verb, list(arguments), run_dir="out")
+    defaults = {"run_dir": "out"} if issubclass(VERBS[verb], RunConfig) else {}
+    return compose(VERBS[verb], verb, list(arguments), **defaults)
 
 
 def layout_sizes(architecture: dict) -> LayoutSizes:
@@ -71,7 +76,8 @@ def layout_sizes(architecture: dict) -> LayoutSizes:
 
 
 def test_every_primary_config_and_group_is_known():
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(VERBS)
+    for verb in VERBS:
+        assert (CONF.parent / "recipes" / f"{verb}.py").is_file(), verb
     assert {path.name for path in CONF.iterdir() if path.is_dir()} == {*GROUPS, "experiment"}
 
 

@@ -57,8 +57,8 @@ def test_torchrun_takes_run_dir_and_gpus_as_given(tmp_path: Path, echo_python: s
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        ([], {}, "error: usage: launch/torchrun.sh <verb> [overrides]; verbs: pretrain score"),
-        (["train"], {}, "error: verb: 'train' is unknown; use one of: pretrain score"),
+        ([], {}, "error: usage: launch/torchrun.sh <verb> [overrides]; verbs: "),
+        (["train"], {}, "error: verb: 'train' is unknown; use one of: "),
         (
             ["pretrain"],
             {},

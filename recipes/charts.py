@@ -1,0 +1,98 @@
+"""PNG charts of metrics: one file per question, nothing for a question that the runs do not answer.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .panels import Panel, Run, depth_of, fill, metric_name
+
+PANEL_INCHES = (7.2, 3.7)
+DPI = 120
+
+LOSS = Panel("Loss", "nats per token", (r"(train|valid)/lm_loss", r"(mtp/|valid/mtp_)loss_depth\d+"))
+ACCEPTANCE = (
+    Panel("Drafts that the trunk would accept", "share", (r"(mtp/|valid/mtp_)accept_depth\d+",), share=True),
+    Panel("First choice equal to the trunk's", "share", (r"(mtp/|valid/mtp_)top1_depth\d+",), share=True),
+)
+CHARTS: dict[str, tuple[Panel, ...]] = {
+    "overview": (LOSS, *ACCEPTANCE),
+    "loss": (LOSS,),
+    "acceptance": ACCEPTANCE,
+    "accept_length": (
+        Panel("Tokens per verify step", "tokens", (r"rollout/accept_length", r"predicted/accept_length"), plain=1.0),
+    ),
+    "throughput": (
+        Panel("Training throughput", "tokens per second", (r"train/tokens_per_second",)),
+        Panel("Model FLOPs utilisation", "share of peak", (r"train/mfu",)),
+        Panel("Rollout throughput", "tokens per second", (r"rollout/tokens_per_second",)),
+    ),
+    "optimizer": (
+        Panel("Gradient norm before clipping", "norm", (r"(train|mtp)/grad_norm",), log=True),
+        Panel("Learning rate", "learning rate", (r"train/lr",), smooth=False),
+    ),
+    "reward": (Panel("Reward", "per sample", (r"reward/(mean|solved)",)),),
+    "preference": (
+        Panel("Preference loss", "nats per pair", (r"(dpo/|valid/dpo_)loss",)),
+        Panel("Pairs in the right order", "share", (r"(dpo/|valid/dpo_)accuracy",), share=True),
+        Panel("Implicit rewards", "nats, times beta", (r"dpo/(chosen_reward|rejected_reward|margin)",)),
+    ),
+}
+
+
+def write_charts(runs: Sequence[Run], target: Path) -> list[Path]:
+    """Write every chart that has data to `target`, as <chart>.png; returns the files."""
+    files = []
+    for name, panels in CHARTS.items():
+        figure = draw(runs, panels)
+        if figure is not None:
+            target.mkdir(parents=True, exist_ok=True)
+            FigureCanvasAgg(figure).print_png(target / f"{name}.png")
+            files.append(target / f"{name}.png")
+    return files
+
+
+def draw(runs: Sequence[Run], panels: Iterable[Panel]) -> Figure | None:
+    """One figure, its panels below each other; None if no run holds any of the metrics."""
+    runs = [Run(run.label, [_with_predicted(row) for row in run.rows]) for run in runs]
+    filled = [(panel, keys) for panel in panels for keys in _groups(panel, runs)]
+    if not filled:
+        return None
+    width, height = PANEL_INCHES
+    figure = Figure((width, height * len(filled)), dpi=DPI, layout="constrained")
+    all_axes = figure.subplots(len(filled), squeeze=False)[:, 0]
+    for axes, (panel, keys) in zip(all_axes, filled, strict=True):
+        fill(axes, panel, keys, runs)
+    return figure
+
+
+def _with_predicted(row: dict[str, Any]) -> dict[str, Any]:
+    """Adds 1 + a1 + a1 a2 + ...: the accept length that acceptance at each depth promises."""
+    by_depth = {key: row[key] for key in row if re.fullmatch(r"mtp/accept_depth\d+", key)}
+    shares = [by_depth[key] for key in sorted(by_depth, key=depth_of)]
+    if not shares or None in shares:
+        return row
+    return {**row, "predicted/accept_length": 1 + sum(accumulate(shares, lambda a, b: a * b))}
+
+
+def _groups(panel: Panel, runs: Sequence[Run]) -> list[list[str]]:
+    """Metric names that share axes: all of a panel for one run, train and held-out of one metric for several."""
+    present = {key for run in runs for row in run.rows for key in row if row[key] is not None}
+    matched = [key for pattern in panel.keys for key in sorted(present, key=_order) if re.fullmatch(pattern, key)]
+    if len(runs) == 1:
+        return [matched] if matched else []
+    names = dict.fromkeys(metric_name(key) for key in matched)
+    return [[key for key in matched if metric_name(key) == name] for name in names]
+
+
+def _order(key: str) -> tuple[str, int, str]:
+    """Depth 10 after depth 9, training before held out, trunk before MTP."""
+    section, _, rest = key.partition("/")
+    rest = rest.removeprefix("mtp_")
+    stem, _, depth = rest.partition("_depth")
+    return stem, int(depth or 0), {"train": "0", "mtp": "1"}.get(section, "2")

@@ -1,0 +1,112 @@
+"""From a JSONL file of prompts to requests: texts and messages become ids, a line's own sampling is merged."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bailing_mtp.config import ConfigError, GenerateConfig, SamplingConfig, build_config
+from bailing_mtp.contracts.samples import MAX_SEED, Prompt, SamplingParams
+from bailing_mtp.data.chat import ChatFormat, open_format
+from bailing_mtp.data.records import BadRecord, prompt_of, text_of
+from bailing_mtp.data.sources import BadLines, jsonl_records
+from bailing_mtp.data.tokenizer import Tokenizer, load_tokenizer
+from bailing_mtp.errors import UserError
+
+from .sources import Source
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+_FORMS = ("prompt", "messages", "prompt_ids")
+
+
+def open_tokenizer(config: GenerateConfig, source: Source) -> Tokenizer | None:
+    """That of the key `tokenizer`, else of the checkpoint, else none."""
+    path = tokenizer_path(config, source)
+    if path is None:
+        return None
+    tokenizer = load_tokenizer(path)
+    tokenizer.require_fits(source.arch.vocab_size)
+    return tokenizer
+
+
+def tokenizer_path(config: GenerateConfig, source: Source) -> Path | None:
+    if config.tokenizer is not None:
+        return Path(config.tokenizer)
+    beside = source.directory
+    return beside if beside is not None and (beside / "tokenizer.json").is_file() else None
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns lines into prompts. `chat` opens the chat format when the first messages ask for it."""
+
+    sampling: SamplingConfig
+    seed: int
+    tokenizer: Tokenizer | None
+    chat: Callable[[], ChatFormat]
+
+    def read(self, path: Path) -> list[Prompt]:
+        """Every line of a file, its place among them being its index. UserError naming file and line."""
+        prompts: list[Prompt] = []
+        for record, origin in jsonl_records(path, BadLines("fail")):
+            try:
+                prompts.append(self._prompt(record, len(prompts)))
+            except ConfigError as error:
+                lines = [f"{origin}: sampling.{problem}" for problem in error.problems]
+                raise UserError("\n".join(lines)) from None
+            except (BadRecord, UserError, ValueError) as error:
+                raise UserError(f"{origin}: {error}") from None
+        if not prompts:
+            raise UserError(f"prompts: {path} holds no prompt; allowed: at least one line")
+        return prompts
+
+    def _prompt(self, record: Any, index: int) -> Prompt:
+        given = [form for form in _FORMS if form in record] if isinstance(record, Mapping) else []
+        if len(given) != 1:
+            raise BadRecord(f"holds {' and '.join(given) or 'no prompt'}; allowed: one of {', '.join(_FORMS)}")
+        sampling = self._sampling(record.get("sampling", {}))
+        return Prompt(
+            prompt_ids=tuple(self._ids(record, given[0])),
+            index=index,
+            sampling=self._params(sampling),
+            samples_per_prompt=sampling.samples_per_prompt,
+            record=record,
+        )
+
+    def _ids(self, record: Mapping[str, Any], form: str) -> list[int]:
+        value = record[form]
+        if form == "prompt_ids":
+            if not isinstance(value, list) or any(type(item) is not int for item in value):
+                raise BadRecord('"prompt_ids" is no list of integers')
+            return value
+        if self.tokenizer is None:
+            raise BadRecord(f'"{form}" needs a tokenizer: the checkpoint has none, and tokenizer is null')
+        if form == "messages":
+            return self.chat().encode_prompt(prompt_of(value, form))
+        return self.tokenizer.encode(text_of(value, form))
+
+    def _sampling(self, own: Any) -> SamplingConfig:
+        if not isinstance(own, Mapping):
+            raise BadRecord('"sampling" is no object')
+        return build_config(SamplingConfig, {**self.sampling.model_dump(), **own}) if own else self.sampling
+
+    def _params(self, sampling: SamplingConfig) -> SamplingParams:
+        values = {name: value for name, value in sampling.model_dump().items() if name in _SAMPLING}
+        seed = self.seed if sampling.seed is None else sampling.seed
+        if seed > MAX_SEED:
+            raise UserError(f"sampling.seed: {seed}; allowed: 0 to {MAX_SEED}")
+        return SamplingParams(**values | {"seed": seed})
+
+
+def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """The prompts of a run. Raises UserError, before any weight is read."""
+
+    def chat() -> ChatFormat:
+        path = tokenizer_path(config, source)
+        assert tokenizer is not None and path is not None, "messages without a tokenizer were refused"
+        try:
+            return open_format(config.chat_template, tokenizer, path)
+        except UserError as error:
+            raise UserError(str(error).replace("data.chat_template", "chat_template")) from None
+
+    return PromptReader(config.sampling, config.seed, tokenizer, chat).read(Path(config.prompts))
