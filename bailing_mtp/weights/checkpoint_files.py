@@ -1,4 +1,7 @@
-"""A Hugging Face checkpoint directory: its config, and where each tensor lies. Headers only, no data.
+"""A checkpoint directory: its config, and where each tensor lies under its HF name. Headers only, no data.
+
+Two kinds are opened alike: Hugging Face directories, and this package's own sharded checkpoints
+(weights/sharded).
 
 The safetensors format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, byte range
 relative to the end of the header), then the data without holes.
@@ -6,7 +9,6 @@ relative to the end of the header), then the data without holes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,31 +21,23 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.weights.names import Shape, Slice
+from bailing_mtp.weights.names import Slice
+from bailing_mtp.weights.sharded.manifest import is_sharded
+from bailing_mtp.weights.sharded.reader import PASSED_NAME, ShardedCheckpoint, open_sharded
+from bailing_mtp.weights.sharded.sections import Block
+from bailing_mtp.weights.stored import (
+    CONFIG_NAME,
+    TORCH_DTYPES,
+    CheckpointError,
+    StoredTensor,
+    parse_object,
+    read_json,
+)
 
-CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_HEADER_BYTES = 100_000_000
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies."""
-
-    file: Path
-    dtype: str
-    """As the file spells it: BF16, F32, ..."""
-    shape: Shape
-    begin_bytes: int
-    """From the start of the file."""
-    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -53,15 +47,22 @@ class CheckpointFiles:
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    sharded: ShardedCheckpoint | None = None
+    """Set for a checkpoint of this package; None for an HF directory."""
 
 
 def open_checkpoint(directory: Path) -> CheckpointFiles:
-    """Read the config and all tensor headers of an HF directory.
+    """Read the config and all tensor headers of a directory of either kind.
 
     Raises CheckpointError: no config, invalid JSON, only pickled weights, a tensor or shard of the index that
     is not there, a truncated file.
     """
     config = read_config(directory)
+    if is_sharded(directory):
+        sharded = open_sharded(directory)
+        passed = directory / PASSED_NAME
+        tensors = sharded.hf_tensors() | (read_header(passed) if passed.exists() else {})
+        return CheckpointFiles(directory, config, tensors, sharded)
     single, index = directory / SINGLE_NAME, directory / INDEX_NAME
     if index.exists():
         weight_map = _read_weight_map(index)
@@ -83,7 +84,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory}: is not a directory; expected a checkpoint directory with {CONFIG_NAME}"
         )
-    return _read_json(directory / CONFIG_NAME)
+    return read_json(directory / CONFIG_NAME)
 
 
 def read_architecture(directory: Path) -> Architecture:
@@ -101,7 +102,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size_bytes < 8 or not 2 <= header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: is truncated or no safetensors file ({size_bytes} bytes)")
-        header = _parse_object(stream.read(header_bytes), f"{file} (header)")
+        header = parse_object(stream.read(header_bytes), f"{file} (header)")
     header.pop("__metadata__", None)
     data_begin = 8 + header_bytes
     tensors = {name: _stored(file, name, entry, data_begin) for name, entry in header.items()}
@@ -120,22 +121,50 @@ class TensorReader(Protocol):
 
 @contextmanager
 def tensor_reader(files: CheckpointFiles) -> Iterator[TensorReader]:
-    """A reader that opens each file once; only the bytes asked for are read."""
+    """A reader that holds no more than the tensor it returns; only the bytes asked for are read."""
     with ExitStack() as stack:
         handles: dict[Path, Any] = {}
 
         def read(name: str, part: Slice | None = None) -> Tensor:
             stored = files.tensors[name]
+            if files.sharded is not None and name in files.sharded.hf:
+                return _read_sharded(files.sharded, name, part)
+            if part is None or part.dim == 0:
+                return _read_rows(stored, part)
             if stored.file not in handles:
                 handles[stored.file] = stack.enter_context(safe_open(str(stored.file), framework="pt"))
-            handle = handles[stored.file]
-            if part is None or part.stop - part.start == stored.shape[part.dim]:
-                return handle.get_tensor(name)
-            view = handle.get_slice(name)
+            view = handles[stored.file].get_slice(name)
             before = (slice(None),) * part.dim
             return view[(*before, slice(part.start, part.stop))]
 
         yield read
+
+
+def _read_rows(stored: StoredTensor, part: Slice | None) -> Tensor:
+    """Read from the file, not from a mapping of it, which would count as memory until the file is closed."""
+    first, stop = (part.start, part.stop) if part is not None else (0, stored.shape[0] if stored.shape else 1)
+    tail = stored.shape[1:]
+    dtype = TORCH_DTYPES[stored.dtype]
+    tensor = torch.empty((stop - first, *tail) if stored.shape else (), dtype=dtype)
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.begin_bytes + first * math.prod(tail) * dtype.itemsize)
+        n_read = stream.readinto(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    if n_read != tensor.nbytes:
+        raise CheckpointError(f"{stored.file}: ended while it was read")
+    return tensor
+
+
+def _read_sharded(sharded: ShardedCheckpoint, name: str, part: Slice | None) -> Tensor:
+    key, block, shape = sharded.hf[name]
+    if part is None:
+        return sharded.read(key, block).reshape(shape)
+    start, size = part.start, part.stop - part.start
+    if part.dim == 0:
+        block = Block(block.row + start, size, block.col, block.cols)
+    else:
+        assert part.dim == 1 and len(shape) == 2, (name, part)
+        block = Block(block.row, block.rows, block.col + start, size)
+    return sharded.read(key, block).reshape(*shape[: part.dim], size, *shape[part.dim + 1 :])
 
 
 def _stored(file: Path, name: str, entry: Any, data_begin: int) -> StoredTensor:
@@ -154,7 +183,7 @@ def _stored(file: Path, name: str, entry: Any, data_begin: int) -> StoredTensor:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: expected an object of tensor name -> file name")
     for name, shard in weight_map.items():
@@ -192,22 +221,6 @@ def _no_weights(directory: Path) -> CheckpointError:
     return CheckpointError(
         f"{directory}: holds no weights; expected {SINGLE_NAME}, or {INDEX_NAME} with its shards"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: does not exist")
-    return _parse_object(path.read_bytes(), str(path))
-
-
-def _parse_object(text: bytes, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{source}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: expected a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _listed(names: list[str]) -> str:

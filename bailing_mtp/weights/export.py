@@ -10,7 +10,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.weights.check import check_tensors
 from bailing_mtp.weights.checkpoint_files import (
     CONFIG_NAME,
     TORCH_DTYPES,
@@ -31,7 +30,8 @@ from bailing_mtp.weights.checkpoint_files import (
 )
 from bailing_mtp.weights.gather import Gatherer
 from bailing_mtp.weights.local_tensors import local_tensors
-from bailing_mtp.weights.names import ParamMaps, Shard, mtp_hf_shapes, mtp_map, trunk_map
+from bailing_mtp.weights.names import ParamMaps, Shard, mtp_map, trunk_map
+from bailing_mtp.weights.passed import passed_through
 from bailing_mtp.weights.shard_writer import PlannedTensor, ShardWriter
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -129,16 +129,14 @@ def _prepare(
     dtypes: Mapping[str, torch.dtype] | None,
 ) -> _Plan:
     """Everything that can be refused, decided before anything is written."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"{directory}: exists and is not an empty directory; name a new one")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    require_new(directory)
     files = open_checkpoint(source) if source is not None else None
     if dtypes is None:
         dtypes = _stored_dtypes(files)
     tensors = [planned for part in parts for planned in _planned(part, dtypes)]
-    passed = _pass_through(arch, files) if files is not None and not has_mtp else ()
+    passed = passed_through(files, arch) if files is not None and not has_mtp else ()
     tensors += [PlannedTensor(t.name, t.shape, t.dtype) for t in passed]
-    config = _config(arch, int(has_mtp or bool(passed)), tensors[0].dtype)
+    config = hf_config(arch, int(has_mtp or bool(passed)), tensors[0].dtype)
     return _Plan(tuple(tensors), files, tuple(t.name for t in passed), config)
 
 
@@ -156,19 +154,8 @@ def _planned(part: _Part, dtypes: Mapping[str, torch.dtype]) -> Iterator[Planned
             yield PlannedTensor(piece.hf_name, piece.hf_shape, dtype)
 
 
-def _pass_through(arch: Architecture, files: CheckpointFiles) -> tuple[PlannedTensor, ...]:
-    """The source's MTP layer; half a layer is refused, since the config must say 0 or 1."""
-    check = check_tensors(files, arch)
-    if not check.mtp_present:
-        return ()
-    check.require_mtp(files)
-    shapes = mtp_hf_shapes(replace(arch, num_mtp_layers=1))
-    return tuple(
-        PlannedTensor(name, shape, TORCH_DTYPES[files.tensors[name].dtype]) for name, shape in shapes.items()
-    )
-
-
-def _config(arch: Architecture, num_mtp_layers: int, dtype: torch.dtype) -> dict[str, Any]:
+def hf_config(arch: Architecture, num_mtp_layers: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of an export: the architecture's own, with the MTP layers and dtype of the files."""
     assert arch.hf_config, "an architecture that was read from a config is needed to write one"
     config = dict(arch.hf_config) | {"num_nextn_predict_layers": num_mtp_layers}
     dtype_keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
@@ -178,7 +165,7 @@ def _config(arch: Architecture, num_mtp_layers: int, dtype: torch.dtype) -> dict
 def _write(
     directory: Path, plan: _Plan, stream: Iterator[tuple[str, Tensor | None]], max_shard_bytes: int
 ) -> ExportReport:
-    with _renamed_into(directory) as temporary:
+    with renamed_into(directory) as temporary:
         with ShardWriter(temporary, plan.tensors, max_shard_bytes) as writer:
             for name, tensor in stream:
                 assert tensor is not None
@@ -190,7 +177,7 @@ def _write(
             files = writer.finish()
         (temporary / CONFIG_NAME).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
         if plan.source is not None:
-            _copy_small_files(plan.source.directory, temporary)
+            copy_small_files(plan.source.directory, temporary)
     return ExportReport(
         files=files,
         n_tensors=len(plan.tensors),
@@ -200,14 +187,21 @@ def _write(
     )
 
 
-def _copy_small_files(source: Path, target: Path) -> None:
+def require_new(directory: Path) -> None:
+    """Refuse to write over anything; make the directories above. Raises CheckpointError."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory}: exists and is not an empty directory; name a new one")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+
+
+def copy_small_files(source: Path, target: Path) -> None:
     """Tokenizer and generation files, and the modeling code that the config may name."""
     for path in {path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, target / path.name)
 
 
 @contextmanager
-def _renamed_into(directory: Path) -> Iterator[Path]:
+def renamed_into(directory: Path) -> Iterator[Path]:
     """A new directory beside the target, renamed when all went well and removed otherwise."""
     temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
     temporary.mkdir()

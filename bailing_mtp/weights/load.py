@@ -44,13 +44,20 @@ class LoadReport:
 
 
 def load_hf(
-    directory: Path, arch: Architecture, shard: Shard, trunk: nn.Module, mtp: nn.Module | None
+    directory: Path,
+    arch: Architecture,
+    shard: Shard,
+    trunk: nn.Module,
+    mtp: nn.Module | None,
+    skip_mtp: bool = False,
 ) -> LoadReport:
-    """Fill every parameter and expert bias of `trunk` (and `mtp`) with this rank's part of an HF checkpoint.
+    """Fill every parameter and expert bias of `trunk` (and `mtp`) with this rank's part of a checkpoint, an HF
+    directory or a sharded one.
 
     Values are cast once, from the stored dtype to the parameter's. Nothing is read when anything does not
-    fit. Without `mtp`, the checkpoint's MTP layer may be absent or whole, and is not read.
-    Raises CheckpointError for missing, extra or unusable tensors, listing them; ValueError when the sizes do
+    fit. Without `mtp`, the checkpoint's MTP layer may be absent or whole, and is not read; with `skip_mtp` it
+    is not even looked at, since the caller starts a fresh one.
+    Raises CheckpointError for missing, extra or unusable tensors, listing them; UserError when the sizes do
     not divide by the shard.
     """
     files = open_checkpoint(directory)
@@ -58,14 +65,18 @@ def load_hf(
     if mtp is not None:
         targets += _targets(mtp, mtp_map(arch, shard))
     check = check_tensors(files, arch)
-    _require(files, arch, check, with_mtp=mtp is not None)
+    if skip_mtp:
+        assert mtp is None, "an MTP layer cannot be both loaded and skipped"
+        check.require_trunk(files)
+    else:
+        _require(files, arch, check, with_mtp=mtp is not None)
     read_bytes = _fill(files, targets)
     factor = files.config.get("mtp_loss_scaling_factor")
     return LoadReport(
         n_tensors=len({piece.hf_name for piece, _ in targets}),
         read_bytes=read_bytes,
         source_dtypes={name: TORCH_DTYPES[stored.dtype] for name, stored in files.tensors.items()},
-        passed_through=check.mtp_present if mtp is None else (),
+        passed_through=check.mtp_present if mtp is None and not skip_mtp else (),
         mtp_loss_scaling_factor=float(factor) if isinstance(factor, int | float) else None,
     )
 

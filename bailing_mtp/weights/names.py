@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from bailing_mtp.contracts.architecture import Architecture, LayerPlan
+from bailing_mtp.errors import UserError
 
 Shape = tuple[int, ...]
 
@@ -73,7 +74,7 @@ ParamMaps = dict[str, ParamMap]
 def trunk_map(arch: Architecture, shard: Shard) -> ParamMaps:
     """Local parameter names of the trunk -> HF pieces.
 
-    Raises ValueError when the sizes do not divide by the shard's tp or ep.
+    Raises UserError when the sizes do not divide by the shard's tp or ep.
     """
     check_divisible(arch, shard)
     vocab_shape = (arch.vocab_size, arch.hidden_size)
@@ -89,7 +90,7 @@ def trunk_map(arch: Architecture, shard: Shard) -> ParamMaps:
 def mtp_map(arch: Architecture, shard: Shard) -> ParamMaps:
     """Local parameter names of the MTP layer -> HF pieces (HF layer index num_hidden_layers).
 
-    Raises ValueError when the architecture has no MTP layer, or sizes do not divide by tp or ep.
+    Raises ValueError when the architecture has no MTP layer, UserError when sizes do not divide by tp or ep.
     """
     check_divisible(arch, shard)
     hidden, prefix = arch.hidden_size, mtp_prefix(arch)
@@ -119,7 +120,7 @@ def mtp_hf_shapes(arch: Architecture) -> dict[str, Shape]:
 
 
 def check_divisible(arch: Architecture, shard: Shard) -> None:
-    """Raises ValueError naming the sizes that tp or ep does not divide."""
+    """Raises UserError naming the sizes that tp or ep does not divide."""
     plans = [*arch.trunk_plan(), *([arch.mtp_plan()] if arch.num_mtp_layers else [])]
     has_moe = any(plan.mlp == "moe" for plan in plans)
     by_tp = {"vocab_size": arch.vocab_size, "num_attention_heads": arch.num_heads}
@@ -131,7 +132,7 @@ def check_divisible(arch: Architecture, shard: Shard) -> None:
     if has_moe and _experts(arch) % shard.ep:
         bad.append(f"num_experts = {arch.num_experts} by ep = {shard.ep}")
     if bad:
-        raise ValueError("the model cannot be divided: " + "; ".join(bad))
+        raise UserError("the model cannot be divided: " + "; ".join(bad))
 
 
 def _layer(arch: Architecture, plan: LayerPlan, shard: Shard) -> ParamMaps:
