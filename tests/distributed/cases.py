@@ -16,7 +16,11 @@ from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
-from tests.distributed import worlds
+from tests.distributed import cases_checkpoint, cases_rl, worlds
+from tests.distributed.cases_engine import engine, engine_disagreement, engine_refusal
+from tests.distributed.cases_evaluate import evaluation
+from tests.distributed.cases_mtp import chain_gradients, detached_trunk, stop_together
+from tests.distributed.cases_rollout import expert_shares, rollout_program
 from tests.distributed.cases_vocab import check_vocab_parallel
 from tests.distributed.cases_weights import check_export
 from tests.distributed.golden import check_golden
@@ -100,9 +104,9 @@ def no_mtp_sites(reference: worlds.Reference, scratch: Path) -> None:
         short = worlds.microbatches(1, lengths=(2,) * 20)
         batches = short if context.dp_rank == 0 else worlds.microbatches(1)
         result = train_step(state, batches, worlds.OBJECTIVE)
-        assert result.counts["mtp_sites_depth1"] == int(worlds.microbatches(1)[0].shift(1).valid_T.sum())
+        assert result.counts["sites_depth1"] == int(worlds.microbatches(1)[0].shift(1).valid_T.sum())
         result = train_step(state, short, worlds.OBJECTIVE)
-        assert result.counts["mtp_sites_depth1"] == 0 and result.metrics["mtp/loss_depth1"] == 0
+        assert result.counts["sites_depth1"] == 0 and result.metrics["mtp/loss_depth1"] == 0
         assert all(torch.isfinite(p).all() for module in built.modules for p in module.parameters())
 
 
@@ -126,13 +130,27 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(gradients, (2, 1), (1, 2), (2, 2)),
         **_layouts(three_steps, (2, 1), (1, 2), (2, 2)),
         **_layouts(export, (2, 1), (1, 2), (2, 2)),
+        **_layouts(evaluation, (2, 1), (1, 2)),
+        **_layouts(rollout_program, (2, 1), (2, 2), (1, 2)),
+        **_layouts(engine, (2, 1), (2, 2), (1, 2)),
+        "engine_disagreement": engine_disagreement,
+        "engine_refusal": engine_refusal,
+        **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),
+        **_layouts(detached_trunk, (1, 1), (1, 2)),
+        **_layouts(stop_together, (1, 1), (2, 1)),
         "idle_expert_rank": idle_expert_rank,
         "no_mtp_sites": no_mtp_sites,
         "vocab_parallel": vocab_parallel,
+        **cases_checkpoint.CASES,
+        **_layouts(cases_rl.dpo, (1, 1), (2, 1), (1, 2)),
+        **_layouts(cases_rl.policy, (1, 1), (2, 1)),
     },
     4: {
         **_layouts(gradients, (2, 2)),
         **_layouts(three_steps, (2, 2)),
         **_layouts(export, (2, 4)),
+        **_layouts(rollout_program, (2, 4), (2, 2)),
+        **_layouts(engine, (2, 4)),
+        **_layouts(expert_shares, (2, 4), (4, 2), (4, 1), (1, 4)),
     },
 }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor, nn
 
 from bailing_mtp.config import MtpConfig, OptimConfig
@@ -19,6 +18,7 @@ from bailing_mtp.parallel.context import ParallelContext, build_context, destroy
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import DdpOptions, TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
+from bailing_mtp.training.update import finish_gradients
 from bailing_mtp.weights.load import load_hf, read_architecture
 from bailing_mtp.weights.local_tensors import local_tensors, piece_view
 from bailing_mtp.weights.names import ParamMaps, Shard, mtp_map, trunk_map
@@ -28,6 +28,7 @@ FP32 = ModelSettings(torch.float32, torch.float32, expert_bias_rate=1e-3)
 # eps well above the rounding differences of tiny gradients, which Adam would otherwise turn into whole steps.
 OPTIM = OptimConfig(lr=1e-3, schedule="constant", eps=1e-5, clip_grad=1.0)
 OBJECTIVE = PretrainObjective(MtpConfig(loss_scale=0.3), chunk_tokens=96)
+CHAIN = PretrainObjective(MtpConfig(loss_scale=0.3, objective="soft", depth=2), chunk_tokens=48)
 # Several buckets per chunk, so that the overlapped reduction really has an order to get wrong.
 SMALL_BUCKETS = DdpOptions(overlap_grad_reduce=True, bucket_elements=50_000)
 
@@ -64,6 +65,12 @@ def microbatches(n: int = 4, lengths: tuple[int, ...] = (37, 60, 30), vocab: int
         mask = torch.rand(packed.n_tokens, generator=generator) > 0.2
         batches.append(TokenBatch(ids, mask, packed))
     return batches
+
+
+def uneven_microbatches() -> list[TokenBatch]:
+    """Packs with very different numbers of sites; one has next to none."""
+    lengths = ((37, 60, 30), (5, 9, 2), (3, 3), (40, 1, 2))
+    return [microbatches(1, lengths=pack)[0] for pack in lengths]
 
 
 def maps_of(built: BuiltModel, shard: Shard) -> list[tuple[nn.Module, ParamMaps]]:
@@ -104,18 +111,33 @@ def _picked(module: nn.Module, maps: ParamMaps, pick: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes: gradients of the first step, weights and metrics after three."""
+    """What one process computes: gradients of the first step, weights and metrics after three; gradients, router
+    counts and metrics of one step with two soft MTP depths."""
 
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
     metrics: list[dict[str, float]]
+    chain_grads: dict[str, Tensor]
+    chain_routed: dict[str, Tensor]
+    chain_metrics: dict[str, float]
 
 
-def gradients(state: TrainState, batches: list[TokenBatch]) -> None:
-    """Whole gradients of one step in every rank's buffers (all-reduced instead of scattered)."""
-    accumulate_gradients(state, batches, OBJECTIVE)
-    with state.context.megatron_scope():
-        finalize_model_grads(state.chunks, None, pg_collection=state.context.groups, force_all_reduce=True)
+def gradients(
+    state: TrainState, batches: list[TokenBatch], objective: PretrainObjective = OBJECTIVE
+) -> dict[str, Tensor]:
+    """Whole gradients of one step in every rank's buffers (all-reduced instead of scattered).
+
+    Returns this rank's tokens per expert, by router.
+    """
+    accumulate_gradients(state, batches, objective)
+    routed = {
+        f"{index}.{name}": buffer.clone()
+        for index, chunk in enumerate(state.chunks)
+        for name, buffer in chunk.module.named_buffers()
+        if name.endswith("local_tokens_per_expert")
+    }
+    finish_gradients(state, reduce_whole=True)
+    return routed
 
 
 def three_steps(state: TrainState, batches: list[TokenBatch]) -> list[dict[str, float]]:
@@ -129,6 +151,12 @@ def reference(context: ParallelContext) -> Reference:
     gradients(state, microbatches())
     grads = whole_tensors(built, "grad")
     built = fixture_model("moe", context)
+    state = build_state(built, context, OPTIM, steps=10, ddp=DdpOptions(overlap_grad_reduce=False))
+    routed = gradients(state, uneven_microbatches(), CHAIN)
+    chain_grads = whole_tensors(built, "grad")
+    state = build_state(fixture_model("moe", context), context, OPTIM, steps=10)
+    chain_metrics = train_step(state, uneven_microbatches(), CHAIN).metrics
+    built = fixture_model("moe", context)
     state = build_state(built, context, OPTIM, steps=10)
     metrics = three_steps(state, microbatches())
-    return Reference(grads, whole_tensors(built, "weight"), metrics)
+    return Reference(grads, whole_tensors(built, "weight"), metrics, chain_grads, routed, chain_metrics)

@@ -230,9 +230,7 @@ def _scan(chunks: tuple[Tensor, ...], state_Nhkv: Tensor, plan: "_ChunkPlan") ->
     """Carry the states through the chunks, all documents that still have one in a single batch per step."""
     state, finished, outputs = state_Nhkv[plan.order_N], [], []
     # One split, not a slice per step: the backward of a slice fills a zero tensor as large as all chunks.
-    steps = (
-        zip(*(x.split(plan.active_documents) for x in chunks), strict=True) if plan.active_documents else ()
-    )
+    steps = zip(*(x.split(plan.active_documents) for x in chunks), strict=True)
     for u_fresh, u_state, q_decayed, q_scores, k_decayed, whole in steps:
         if u_fresh.shape[0] < state.shape[0]:
             finished.append(state[u_fresh.shape[0] :])
@@ -241,10 +239,7 @@ def _scan(chunks: tuple[Tensor, ...], state_Nhkv: Tensor, plan: "_ChunkPlan") ->
         outputs.append(q_decayed @ state + q_scores @ u)
         state = whole * state + k_decayed @ u
     finished.append(state)
-    o_Mhcv = (
-        torch.cat(outputs) if outputs else chunks[3] @ chunks[0]
-    )  # empty, and still a function of all inputs
-    return o_Mhcv, torch.cat(finished[::-1])[plan.rank_N]
+    return torch.cat(outputs), torch.cat(finished[::-1])[plan.rank_N]
 
 
 class _ChunkPlan(NamedTuple):
@@ -263,7 +258,8 @@ def _chunk_plan(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     start_N = torch.tensor([0, *lengths]).cumsum(0)
     counts = [-(-lengths[n] // chunk) for n in order]
-    active = tuple(sum(count > index for count in counts) for index in range(counts[0] if counts else 0))
+    # A pack of no tokens still makes one (empty) step, so that its output is a function of all inputs.
+    active = tuple(sum(count > index for count in counts) for index in range(max([1, *counts])))
     first = [
         (start_N[n] + index * chunk, start_N[n + 1]) for index, a in enumerate(active) for n in order[:a]
     ]

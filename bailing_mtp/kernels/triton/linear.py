@@ -1,0 +1,60 @@
+"""Projections of a handful of rows, bound by the weight's bytes, where a matrix product leaves bandwidth unused.
+
+Shape legend: R rows, H inputs, N outputs; n outputs and c inputs of a tile.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_ROWS = 4
+"""More rows go to the library's matrix product."""
+
+
+@triton.jit
+def _linear(
+    out,
+    x,
+    weight,
+    N,
+    x_stride,
+    R: tl.constexpr,
+    H: tl.constexpr,
+    N_TILE: tl.constexpr,
+    C_TILE: tl.constexpr,
+):
+    ids_n = tl.program_id(0) * N_TILE + tl.arange(0, N_TILE)
+    ids_c = tl.arange(0, C_TILE)
+    rows_nc = weight + ids_n.to(tl.int64)[:, None] * H + ids_c[None, :]
+    sums = ()
+    for _ in tl.static_range(R):
+        sums = sums + (tl.zeros([N_TILE], tl.float32),)
+    # Unrolled, so that all of the weight's loads are in flight together.
+    for c in tl.static_range(0, H, C_TILE):
+        in_c = c + ids_c < H
+        weight_nc = tl.load(rows_nc + c, mask=(ids_n < N)[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        longer = ()
+        for row in tl.static_range(R):
+            x_c = tl.load(x + row * x_stride + c + ids_c, mask=in_c, other=0.0).to(tl.float32)
+            longer = longer + (sums[row] + tl.sum(weight_nc * x_c[None, :], axis=1),)
+        sums = longer
+    for row in tl.static_range(R):
+        tl.store(out + row * N + ids_n, sums[row].to(out.dtype.element_ty), mask=ids_n < N)
+
+
+def _options(N: int, H: int) -> dict[str, int]:
+    return {"N_TILE": 8, "C_TILE": min(1024, triton.next_power_of_2(H)), "num_warps": 4}
+
+
+def linear(x_RH: Tensor, weight_NH: Tensor) -> Tensor:
+    """x @ weight^T, [R, N] in x's dtype, summed in fp32; any number of rows."""
+    (R, H), N = x_RH.shape, weight_NH.shape[0]
+    if not 0 < R <= MOST_ROWS:
+        return F.linear(x_RH, weight_NH)
+    assert x_RH.stride(1) == 1 and weight_NH.is_contiguous() and x_RH.dtype == weight_NH.dtype
+    out_RN = torch.empty(R, N, dtype=x_RH.dtype, device=x_RH.device)
+    options = _options(N, H)
+    _linear[(triton.cdiv(N, options["N_TILE"]),)](out_RN, x_RH, weight_NH, N, x_RH.stride(0), R=R, H=H, **options)
+    return out_RN

@@ -1,0 +1,1 @@
+"""Exact speculative generation on the trainer's own weights."""

@@ -1,0 +1,156 @@
+"""What every layer of the rollout shares: residual wiring, MLPs and experts over the ranks, embedding, head.
+
+The rows of a rollout replica are replicated inside its tensor-parallel group, so that each block ends in one
+all-reduce; there is no sequence parallelism here.
+
+Shape legend: R rows of this replica, G rows of all replicas of an expert-parallel group, H hidden size,
+F width of an MLP, v this rank's vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.errors import UserError
+from bailing_mtp.parallel import vocab
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.weights.view import DenseWeights, LayerWeights, MoeWeights
+
+Mix = Callable[[Tensor], Tensor]
+"""Normalised input [R, H] -> this rank's part of the mixer's output [R, H]."""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which part of the experts this rank computes, and for whose rows.
+
+    ep = tp: its own experts. ep < tp: the tp / ep ranks with the same experts take disjoint slices of their
+    width. ep > tp: its own experts, for the rows of all ep / tp replicas of its expert-parallel group, which
+    must call with equal shapes at the same time.
+    """
+
+    replicas: int
+    """Replicas whose rows are gathered; 1 unless ep > tp."""
+    replica: int
+    """This rank's replica among them."""
+    slices: int
+    """Ranks of the tensor-parallel group that hold the same experts."""
+    slice: int
+
+    @staticmethod
+    def of(context: ParallelContext) -> ExpertLayout:
+        """Raises UserError when neither of tp and ep divides the other."""
+        tp, ep = context.tp, context.ep
+        if max(tp, ep) % min(tp, ep):
+            raise UserError(
+                f"parallel.ep: {ep} with parallel.tp = {tp} cannot generate; allowed: a multiple or a divisor of {tp}"
+            )
+        # Both groups are consecutive ranks, so that ranks of equal ep_rank in a TP group are ep apart.
+        return ExpertLayout(
+            replicas=max(1, ep // tp),
+            replica=context.ep_rank // tp if ep > tp else 0,
+            slices=max(1, tp // ep),
+            slice=context.tp_rank // ep if ep < tp else 0,
+        )
+
+    def width_slice(self, width: int) -> tuple[int, int]:
+        """First and one past the last channel that this rank takes of an expert."""
+        return width * self.slice // self.slices, width * (self.slice + 1) // self.slices
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The layer arithmetic of one rank. `kernels`: a module such as kernels.reference.decode."""
+
+    arch: Architecture
+    context: ParallelContext
+    kernels: ModuleType
+    experts: ExpertLayout
+
+    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix) -> Tensor:
+        """One pre-norm residual layer: mixer, then MLP."""
+        eps = self.arch.rms_norm_eps
+        mixed_RH = self.sum_over_tp(mix(self.kernels.rms_norm(x_RH, weights.input_norm_H, eps)))
+        x_RH, normed_RH = self.kernels.add_rms_norm(x_RH, mixed_RH, weights.post_norm_H, eps)
+        if isinstance(weights.mlp, MoeWeights):
+            return x_RH + self._moe(weights.mlp, normed_RH)
+        return x_RH + self.sum_over_tp(self._dense(weights.mlp, normed_RH))
+
+    def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x_RH, weight_H, self.arch.rms_norm_eps)
+
+    def embed(self, ids_R: Tensor, embedding_vH: Tensor) -> Tensor:
+        """[R, H]; an id outside the vocabulary gives zeros."""
+        v = embedding_vH.shape[0]
+        row_R = ids_R.long() - self.context.tp_rank * v
+        here_R = (row_R >= 0) & (row_R < v)
+        embedded_RH = embedding_vH[row_R.clamp(0, v - 1)]
+        return self.sum_over_tp(torch.where(here_R.unsqueeze(1), embedded_RH, 0))
+
+    def logits(self, hidden_RH: Tensor, head_vH: Tensor) -> Tensor:
+        """[R, v] in fp32, never rounded to less."""
+        return vocab.head_logits(hidden_RH, head_vH)
+
+    def sum_over_tp(self, x: Tensor) -> Tensor:
+        """Sum of the ranks' parts, in place."""
+        return self._sum(x, self.context.tp, self.context.tp_group)
+
+    def _dense(self, weights: DenseWeights, x_RH: Tensor) -> Tensor:
+        gate_RF, up_RF = F.linear(x_RH, weights.gate_up_2FH).chunk(2, dim=-1)
+        return F.linear(self.kernels.swiglu(gate_RF, up_RF, weights.limit), weights.down_HF)
+
+    def _moe(self, weights: MoeWeights, x_RH: Tensor) -> Tensor:
+        arch, layout = self.arch, self.experts
+        rows_GH = self._gather(x_RH)
+        ids_Gk, weights_Gk = self.kernels.route(
+            rows_GH,
+            weights.router_EH,
+            weights.expert_bias_E,
+            arch.num_groups,
+            arch.groups_per_token,
+            arch.experts_per_token,
+            arch.routed_scaling_factor,
+        )
+        y_GH = self.kernels.experts(
+            rows_GH,
+            ids_Gk,
+            weights_Gk,
+            weights.gate_up_e2FH,
+            weights.down_eHF,
+            # Experts lie in blocks by expert-parallel rank.
+            self.context.ep_rank * weights.down_eHF.shape[0],
+            layout.width_slice(weights.down_eHF.shape[2]),
+            weights.limit,
+        )
+        own_RH = y_GH.unflatten(0, (layout.replicas, -1))[layout.replica]
+        if weights.shared is not None:
+            # The shared expert is split over TP: its parts join the same sum.
+            own_RH += self._dense(weights.shared, x_RH)
+        if layout.replicas == 1:
+            return self.sum_over_tp(y_GH)
+        self._sum(y_GH, self.context.ep, self.context.ep_group)
+        return own_RH
+
+    def _gather(self, x_RH: Tensor) -> Tensor:
+        """Rows of all replicas of the expert-parallel group, one copy of each tensor-parallel group's."""
+        if self.experts.replicas == 1:
+            return x_RH
+        ep, tp, n_rows = self.context.ep, self.context.tp, x_RH.shape[0]
+        everyone = x_RH.new_empty(ep * n_rows, x_RH.shape[1])
+        dist.all_gather_into_tensor(everyone, x_RH.contiguous(), group=self.context.ep_group)
+        return everyone.unflatten(0, (ep, n_rows))[::tp].flatten(0, 1)
+
+    @staticmethod
+    def _sum(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        if size > 1:
+            x = x.contiguous()
+            dist.all_reduce(x, group=group)
+        return x

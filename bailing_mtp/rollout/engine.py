@@ -1,0 +1,178 @@
+"""The rollout engine: prompts in, samples out, on the trainer's own weights.
+
+A replica is one tensor-parallel group. Replica r of n takes prompts r, r + n, ... of a rollout; the replicas of one
+expert-parallel group (ep > tp) run in lock step and end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from bailing_mtp.config import RolloutConfig
+from bailing_mtp.contracts.samples import Prompt, RolloutGroup, Sample
+from bailing_mtp.errors import UserError
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.draft import Drafter, MtpDrafter
+from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
+from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.requests import Limits, TextTokenizer, check_prompt, stop_ids_of
+from bailing_mtp.rollout.runner import Runner
+from bailing_mtp.rollout.scheduler import Scheduler
+from bailing_mtp.rollout.session import RolloutSession
+from bailing_mtp.rollout.stats import RolloutStats
+from bailing_mtp.weights.names import Shard
+from bailing_mtp.weights.view import WeightsView
+
+MAX_TEMPLATES = 8
+"""Shared prompts that wait prefilled for their samples to be forked."""
+
+
+class RolloutEngine:
+    """Rollouts of one model: whole ones by `generate`, or request by request in a session from `open`."""
+
+    def __init__(
+        self,
+        view_source: Callable[[], WeightsView],
+        context: ParallelContext,
+        config: RolloutConfig,
+        tokenizer: TextTokenizer | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
+        end-of-text ids, and finds stop strings."""
+        self._view_source, self._context, self._config = view_source, context, config
+        self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
+        self._memory: RolloutMemory | None = None
+        self.stats = RolloutStats(config.speculative_tokens)
+        """Of the last rollout by `generate`, over all replicas."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        rollout_step: int = 0,
+        progress: Callable[[RolloutStats], None] | None = None,
+        on_sample: Callable[[Sample], None] | None = None,
+    ) -> list[RolloutGroup]:
+        """All samples of all prompts, in the order of `prompts`, on every rank. Collective.
+
+        Every rank passes the same prompts. rollout_step is the second word of the noise key. `progress` and
+        `on_sample` see this replica's part, as it comes. UserError, before anything runs, for a prompt that
+        could not run or a rollout.memory_gb that is too little.
+        """
+        if not prompts:
+            return []
+        mine = prompts[self._context.dp_rank :: self._context.dp]
+        limits = self._limits(prompts)
+        self._check(prompts, limits)
+        samples: list[Sample] = []
+        session = self.open(limits, rollout_step)
+        try:
+            for prompt in mine:
+                session.submit(prompt)
+            while session.step():
+                for sample in session.take():
+                    samples.append(sample)
+                    if on_sample is not None:
+                        on_sample(sample)
+                if progress is not None:
+                    progress(session.stats)
+        finally:
+            self.close()
+        self.stats = session.stats.joined(self._context.sum_over_dp)
+        return self._gather(prompts, samples)
+
+    def open(self, limits: Limits, rollout_step: int = 0) -> RolloutSession:
+        """Take memory and the current weights. `close` gives the memory back.
+
+        Raises ValueError if drafts are asked for and the weights have no MTP layer, UserError if
+        rollout.memory_gb is too little.
+        """
+        view, config, context = self._view_source(), self._config, self._context
+        view.require_current()
+        if config.speculative_tokens and view.mtp is None:
+            raise ValueError(f"rollout.speculative_tokens={config.speculative_tokens} needs an MTP layer")
+        memory = self._take_memory(view, limits)
+        scheduler = Scheduler(
+            limits.max_running,
+            limits.n_templates,
+            memory.plan.n_blocks,
+            memory.plan.block_tokens,
+            config.prefill_tokens,
+            config.speculative_tokens,
+        )
+        program = Program(view, memory, context)
+        runner = Runner(program, memory, self._drafter, rollout_step, context.tp_group)
+        return RolloutSession(runner, scheduler, context, limits, self._tokenizer, config.speculative_tokens)
+
+    def close(self) -> None:
+        """End a rollout; its session is of no more use. Memory stays only with rollout.keep_memory."""
+        if not self._config.keep_memory:
+            self.release()
+
+    def release(self) -> None:
+        """Give all memory back to the device."""
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
+
+    def _limits(self, prompts: Sequence[Prompt]) -> Limits:
+        """What these prompts need; the same on every rank."""
+        dp = self._context.dp
+        n_samples = max(sum(p.samples_per_prompt for p in prompts[r::dp]) for r in range(dp))
+        longest = max(len(p.prompt_ids) + p.sampling.max_new_tokens for p in prompts)
+        return Limits(
+            context_tokens=self._config.context_tokens or longest,
+            max_running=min(self._config.max_running, n_samples),
+            n_templates=min(MAX_TEMPLATES, sum(p.samples_per_prompt > 1 for p in prompts)),
+            max_stops=max(1, max(len(stop_ids_of(p, self._tokenizer)) for p in prompts)),
+            max_suppressed=max(1, max(len(p.sampling.suppress_token_ids) for p in prompts)),
+        )
+
+    def _check(self, prompts: Sequence[Prompt], limits: Limits) -> None:
+        arch = self._view_source().arch
+        if limits.context_tokens > arch.max_positions:
+            raise UserError(
+                f"rollout.context_tokens: {limits.context_tokens} tokens of prompt and response exceed the "
+                f"model's {arch.max_positions} positions"
+            )
+        if len({prompt.index for prompt in prompts}) != len(prompts):
+            raise UserError("prompts: two of them have the same index")
+        for prompt in prompts:
+            check_prompt(prompt, self._tokenizer, arch.vocab_size, limits)
+
+    def _take_memory(self, view: WeightsView, limits: Limits) -> RolloutMemory:
+        config, context = self._config, self._context
+        plan = MemoryPlan.build(
+            view.arch,
+            Shard(context.tp, context.tp_rank, context.ep, context.ep_rank),
+            config.speculative_tokens,
+            limits.max_running,
+            limits.n_templates,
+            limits.context_tokens,
+            min(config.block_tokens, limits.context_tokens),
+            view.embedding_vH.dtype,
+            None if config.memory_gb is None else int(config.memory_gb * GIB),
+            limits.max_stops,
+            limits.max_suppressed,
+        )
+        if self._memory is not None and self._memory.plan != plan:
+            self.release()
+        if self._memory is None:
+            self._memory = RolloutMemory(plan, context.device)
+        return self._memory
+
+    def _gather(self, prompts: Sequence[Prompt], samples: list[Sample]) -> list[RolloutGroup]:
+        everyone: list[Any] = [samples]
+        if self._context.dp > 1:
+            everyone = [None] * self._context.dp
+            dist.all_gather_object(everyone, samples, group=self._context.dp_group)
+        by_prompt: dict[int, list[Sample]] = {prompt.index: [] for prompt in prompts}
+        for sample in (sample for part in everyone for sample in part):
+            by_prompt[sample.prompt_index].append(sample)
+        return [
+            RolloutGroup(prompt, tuple(sorted(by_prompt[prompt.index], key=lambda s: s.sample_index)))
+            for prompt in prompts
+        ]

@@ -1,0 +1,121 @@
+"""Latent attention of the rollout: absorbed over the paged cache in a step, expanded in a prefill.
+
+Shape legend: R rows (tokens) of a call, n rows of a step, S tokens fed to each, T tokens of a prefill, X of
+its keys (prefixes included), h heads of this rank, d = n + r query size (no-position and rotary parts),
+C latent rank, x = C + r, v value size, H hidden size, B blocks, b tokens of a block, M blocks of a table.
+Source: Bailing V3 spec section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.kernels.reference.prefix_attention import prefix_causal_attention
+from bailing_mtp.weights.view import MlaWeights
+
+LATENT_NORM_EPS = 1e-6
+"""Eps of the two latent norms, whatever rms_norm_eps says."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a call stand, and where their latent rows go."""
+
+    rope_R: Tensor
+    """[R, 2, r/2], cosines and sines."""
+    write_position_R: Tensor
+    """Position in the sequence; past the block table: the row goes to the scratch block."""
+    block_table_RM: Tensor
+    """Each token's own block table."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The keys of a prefill's segments: lengths on the host, and where each lies in the cache."""
+
+    lengths: tuple[int, ...]
+    """New tokens of each segment."""
+    key_lengths: tuple[int, ...]
+    """All its tokens so far."""
+    block_X: Tensor
+    offset_X: Tensor
+
+
+class LatentAttention:
+    """The mixer, given an architecture and a kernel set; stateless."""
+
+    def __init__(self, arch: Architecture, kernels: ModuleType) -> None:
+        self.arch, self.kernels = arch, kernels
+        self.scale = arch.qk_head_dim**-0.5
+
+    def step(
+        self,
+        weights: MlaWeights,
+        x_RH: Tensor,
+        at: Placement,
+        latents_Bbx: Tensor,
+        block_table_nM: Tensor,
+        position_n: Tensor,
+    ) -> Tensor:
+        """Write the rows of S tokens per sequence and attend, queries folded through the key up-projection."""
+        self.write(weights, x_RH, at, latents_Bbx)
+        q_nope_Rhn, q_rope_Rhr = self._queries(weights, x_RH, at)
+        key_up_hnC, value_up_hvC = self._up(weights)
+        q_Rhx = torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_Rhn, key_up_hnC), q_rope_Rhr), dim=-1)
+        q_nShx = q_Rhx.unflatten(0, (position_n.shape[0], -1))
+        o_nShC = self.kernels.mla_verify(
+            q_nShx, latents_Bbx, block_table_nM, position_n, self.scale, self.arch.kv_lora_rank
+        )
+        o_Rhv = torch.einsum("rhc,hvc->rhv", o_nShC.flatten(0, 1), value_up_hvC)
+        return self._finish(weights, x_RH, o_Rhv)
+
+    def prefill(
+        self, weights: MlaWeights, x_TH: Tensor, at: Placement, latents_Bbx: Tensor, prefixes: Prefixes
+    ) -> Tensor:
+        """Write the rows of the new tokens and attend to the whole sequences with expanded keys and values."""
+        rows_Xx = self.write(weights, x_TH, at, latents_Bbx)
+        if prefixes.lengths != prefixes.key_lengths:
+            rows_Xx = latents_Bbx[prefixes.block_X, prefixes.offset_X]
+        q_Thd = torch.cat(self._queries(weights, x_TH, at), dim=-1)
+        latent_XC, k_rope_Xr = self._split(rows_Xx)
+        heads = weights.kv_b_hxC.shape[0]
+        kv_Xhx = F.linear(latent_XC, weights.kv_b_hxC.flatten(0, 1)).unflatten(-1, (heads, -1))
+        k_nope_Xhn, v_Xhv = kv_Xhx.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), dim=-1)
+        k_Xhd = torch.cat((k_nope_Xhn, k_rope_Xr.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+        o_Thv = prefix_causal_attention(
+            q_Thd, k_Xhd, v_Xhv, prefixes.lengths, prefixes.key_lengths, self.scale
+        )
+        return self._finish(weights, x_TH, o_Thv)
+
+    def write(self, weights: MlaWeights, x_RH: Tensor, at: Placement, latents_Bbx: Tensor) -> Tensor:
+        """Cache the latent rows of the tokens; returns them, [R, x]."""
+        latent_RC, k_rope_Rr = self._split(F.linear(x_RH, weights.kv_a_rows_H))
+        latent_RC = self.kernels.rms_norm(latent_RC, weights.kv_a_norm_C, LATENT_NORM_EPS)
+        k_rope_Rr = self.kernels.apply_rope(k_rope_Rr.unsqueeze(1), at.rope_R).squeeze(1)
+        rows_Rx = torch.cat((latent_RC, k_rope_Rr), dim=-1)
+        self.kernels.write_latents(rows_Rx, latents_Bbx, at.block_table_RM, at.write_position_R)
+        return rows_Rx
+
+    def _queries(self, weights: MlaWeights, x_RH: Tensor, at: Placement) -> tuple[Tensor, Tensor]:
+        if weights.q_a_QH is not None:
+            x_RH = self.kernels.rms_norm(F.linear(x_RH, weights.q_a_QH), weights.q_a_norm_Q, LATENT_NORM_EPS)
+        q_Rhd = F.linear(x_RH, weights.q_b).unflatten(-1, (weights.kv_b_hxC.shape[0], -1))
+        q_nope_Rhn, q_rope_Rhr = q_Rhd.split((self.arch.qk_nope_head_dim, self.arch.qk_rope_head_dim), dim=-1)
+        return q_nope_Rhn, self.kernels.apply_rope(q_rope_Rhr, at.rope_R)
+
+    def _split(self, rows_x: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_x.split((self.arch.kv_lora_rank, self.arch.qk_rope_head_dim), dim=-1)
+
+    def _up(self, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+        return weights.kv_b_hxC.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), dim=1)
+
+    @staticmethod
+    def _finish(weights: MlaWeights, x_RH: Tensor, o_Rhv: Tensor) -> Tensor:
+        gate_Rh = F.linear(x_RH, weights.gate_hH).sigmoid()
+        return F.linear((o_Rhv * gate_Rh.unsqueeze(-1)).flatten(1), weights.out_proj_HhV)

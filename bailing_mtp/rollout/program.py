@@ -1,0 +1,216 @@
+"""The rollout's own forward passes, on the trainer's weights and the rollout's memory.
+
+A sequence in a slot has P = memory.slots.position committed tokens, at positions 0 .. P-1. The order of calls:
+
+  prefill (and mtp_prefill), in chunks if need be      sets P, count = 0, parity = 0 of its slots
+  mtp_row                                              MTP hidden state at P-1, from h_{P-1} and the next token
+  each step:
+    mtp_step, offsets 1 .. k-1                         draft chain at positions P-1+offset
+    verify                                             trunk over S tokens at P .. P+S-1
+    mtp_refresh                                        MTP layer over the same positions; before the commit
+    memory.commit                                      P += committed, once per step
+
+Inside a step nothing depends on data on the host: shapes follow from (rows, S), per-row state is read from
+memory by slot. Padded rows name the scratch slot. Positions past the last block of the longest sequence, and
+those whose block is not assigned, write to the scratch block. The program neither reads nor writes `pending`
+and `mtp_hidden`. A prefill may continue a prefill but not a sequence that has taken a step since.
+
+With ep > tp all ranks of an expert-parallel group make the same calls with the same shapes (a prefill: the
+same number of tokens; a segment on the scratch slot pads it).
+
+Shape legend: n rows of a step, S tokens fed to each, R = n * S, T tokens of a prefill, m rows of a call,
+H hidden size, v this rank's vocabulary rows, M blocks of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bailing_mtp.kernels.reference import decode, kda
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix
+from bailing_mtp.rollout.kda import DeltaAttention
+from bailing_mtp.rollout.memory import RolloutMemory
+from bailing_mtp.rollout.mla import LatentAttention, Placement, Prefixes
+from bailing_mtp.rollout.prefill import PrefillPlan
+from bailing_mtp.weights.view import KdaWeights, LayerWeights, MtpWeights, WeightsView
+
+LayerMix = Callable[[LayerWeights, int, Tensor], Tensor]
+"""(layer, its number among the layers of its kind, normalised input) -> this rank's part of the output."""
+
+
+class Program:
+    """Forward passes of one rank.
+
+    kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: the chunked linear
+    attention of prefills, with the names of kernels.reference.kda. Nothing of `memory` is kept but itself.
+    """
+
+    def __init__(
+        self,
+        view: WeightsView,
+        memory: RolloutMemory,
+        context: ParallelContext,
+        kernels: ModuleType = decode,
+        prefill_kernels: ModuleType = kda,
+    ) -> None:
+        self.view, self.memory, self.context, self.kernels = view, memory, context, kernels
+        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context))
+        self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
+        self.latent = LatentAttention(view.arch, kernels)
+        self._indexed = _with_cache_index(view.layers)
+
+    def prefill(self, plan: PrefillPlan, token_ids_T: Tensor) -> Tensor:
+        """Bring the plan's tokens into the caches: trunk hidden states after the final norm, [T, H]."""
+        at, prefixes = self._prefill_placement(plan, plan.position_T), self._prefixes(plan)
+        memory = self.memory
+
+        def mix(layer: LayerWeights, index: int, x_TH: Tensor) -> Tensor:
+            if isinstance(layer.mixer, KdaWeights):
+                return self.delta.prefill(
+                    layer.mixer, x_TH, memory.kda, index,
+                    plan.slots_s, plan.continues_s, plan.cu_seqlens, plan.lengths,
+                )  # fmt: skip
+            return self.latent.prefill(layer.mixer, x_TH, at, memory.latents_LBbx[index], prefixes)
+
+        hidden_TH = self._trunk(token_ids_T, mix)
+        slots = memory.slots
+        slots.position[plan.slots_s] = plan.ends_s.to(torch.int32)
+        slots.count[plan.slots_s] = 0
+        slots.parity[plan.slots_s] = 0
+        slots.position[memory.scratch_slot] = 0
+        return hidden_TH
+
+    def mtp_prefill(
+        self, plan: PrefillPlan, next_ids_T: Tensor, hidden_TH: Tensor, known_T: Tensor
+    ) -> None:
+        """Write the MTP layer's cache rows from the trunk's hidden states and the token after each.
+
+        known_T: bool, False where that token is not known yet (the last prompt position): no row is written.
+        One layer's rows depend on its input alone, so that nothing attends here.
+        """
+        mtp = self._mtp()
+        nowhere = self.memory.plan.capacity_tokens
+        at = self._prefill_placement(plan, torch.where(known_T, plan.position_T, nowhere))
+        x_TH = self.compute.norm(self._mtp_input(next_ids_T, hidden_TH), mtp.layer.input_norm_H)
+        self.latent.write(mtp.layer.mixer, x_TH, at, self.memory.latents_LBbx[-1])
+
+    def logits(self, hidden_XH: Tensor) -> Tensor:
+        """Logits of this rank's vocabulary rows, [..., v] in fp32."""
+        logits_Xv = self.compute.logits(hidden_XH.flatten(0, -2), self.view.head_vH)
+        return logits_Xv.unflatten(0, hidden_XH.shape[:-1])
+
+    def verify(self, fed_nS: Tensor, slots_n: Tensor) -> Tensor:
+        """Trunk over S tokens per row at positions P .. P+S-1: hidden states after the final norm, [n, S, H]."""
+        n_tokens = fed_nS.shape[1]
+        assert n_tokens <= self.memory.plan.records, f"{n_tokens} tokens, records for {self.memory.plan.records}"
+        rows = _StepRows(self, slots_n, 0, n_tokens)
+        return self._trunk(fed_nS.flatten(), rows.mix).unflatten(0, fed_nS.shape)
+
+    def mtp_refresh(self, tokens_nS: Tensor, hidden_nSH: Tensor, slots_n: Tensor) -> Tensor:
+        """MTP layer over positions P .. P+S-1, [n, S, H]: the trunk's hidden state there, and the token after.
+
+        Overwrites what the draft chain cached. Called after verify and before the commit.
+        """
+        rows = _StepRows(self, slots_n, 0, tokens_nS.shape[1])
+        hidden_RH = self._mtp_rows(tokens_nS.flatten(), hidden_nSH.flatten(0, 1), rows)
+        return hidden_RH.unflatten(0, tokens_nS.shape)
+
+    def mtp_step(self, tokens_n: Tensor, hidden_nH: Tensor, offset: int, slots_n: Tensor) -> Tensor:
+        """MTP layer at position P-1+offset of each row, [n, H].
+
+        Draft i+1 (offset i) reads draft i and the layer's own output at the position before.
+        """
+        return self._mtp_rows(tokens_n, hidden_nH, _StepRows(self, slots_n, offset - 1, 1))
+
+    def mtp_row(self, tokens_m: Tensor, hidden_mH: Tensor, slots_m: Tensor) -> Tensor:
+        """MTP layer at position P-1, [m, H], from the trunk's hidden state there and the first token after."""
+        return self.mtp_step(tokens_m, hidden_mH, 0, slots_m)
+
+    def _trunk(self, token_ids_R: Tensor, mix: LayerMix) -> Tensor:
+        self.view.require_current()
+        x_RH = self.compute.embed(token_ids_R, self.view.embedding_vH)
+        for layer, index in self._indexed:
+            x_RH = self.compute.layer(layer, x_RH, partial(mix, layer, index))
+        return self.compute.norm(x_RH, self.view.final_norm_H)
+
+    def _mtp_rows(self, tokens_R: Tensor, hidden_RH: Tensor, rows: _StepRows) -> Tensor:
+        mtp = self._mtp()
+        last = self.memory.plan.n_mla - 1
+        mix: Mix = partial(rows.mix, mtp.layer, last)
+        x_RH = self.compute.layer(mtp.layer, self._mtp_input(tokens_R, hidden_RH), mix)
+        return self.compute.norm(x_RH, mtp.final_norm_H)
+
+    def _mtp_input(self, tokens_R: Tensor, hidden_RH: Tensor) -> Tensor:
+        mtp, compute = self._mtp(), self.compute
+        embedded_RH = compute.norm(compute.embed(tokens_R, self.view.embedding_vH), mtp.enorm_H)
+        return F.linear(torch.cat((embedded_RH, compute.norm(hidden_RH, mtp.hnorm_H)), -1), mtp.eh_proj_H2H)
+
+    def _mtp(self) -> MtpWeights:
+        assert self.view.mtp is not None and self.memory.plan.speculative_tokens > 0, "no MTP layer here"
+        return self.view.mtp
+
+    def _prefill_placement(self, plan: PrefillPlan, write_position_T: Tensor) -> Placement:
+        return self._placement(
+            plan.position_T, write_position_T, self.memory.slots.block_table_NM[plan.slot_T]
+        )
+
+    def _placement(self, position_R: Tensor, write_position_R: Tensor, block_table_RM: Tensor) -> Placement:
+        arch = self.view.arch
+        table = self.kernels.rope_table(position_R, arch.qk_rope_head_dim, arch.rope_theta)
+        return Placement(table, write_position_R, block_table_RM)
+
+    def _prefixes(self, plan: PrefillPlan) -> Prefixes:
+        block_tokens = self.memory.plan.block_tokens
+        table_NM = self.memory.slots.block_table_NM
+        block_X = table_NM[plan.key_slot_X, plan.key_position_X // block_tokens].long()
+        return Prefixes(plan.lengths, plan.key_lengths, block_X, plan.key_position_X % block_tokens)
+
+
+class _StepRows:
+    """Positions, block tables and mixers of the tokens of one pass of a step."""
+
+    def __init__(self, program: Program, slots_n: Tensor, offset: int, n_tokens: int) -> None:
+        self.program, self.n_tokens = program, n_tokens
+        self.slots_n = slots_n.long()
+        memory = program.memory
+        self.position_n = memory.slots.position[self.slots_n].long() + offset
+        position_nS = self.position_n.unsqueeze(1) + torch.arange(n_tokens, device=self.slots_n.device)
+        self.block_table_nM = memory.slots.block_table_NM[self.slots_n, : memory.live_blocks]
+        # The scratch slot has no position before its first.
+        position_R = position_nS.flatten().clamp(min=0)
+        self.position_n = self.position_n.clamp(min=0)
+        block_table_RM = self.block_table_nM.repeat_interleave(n_tokens, dim=0)
+        self.at = program._placement(position_R, position_R, block_table_RM)
+
+    def mix(self, layer: LayerWeights, index: int, x_RH: Tensor) -> Tensor:
+        memory = self.program.memory
+        if isinstance(layer.mixer, KdaWeights):
+            return self.program.delta.step(
+                layer.mixer, x_RH, memory.kda, memory.slots, index, self.slots_n, self.n_tokens
+            )
+        return self.program.latent.step(
+            layer.mixer,
+            x_RH,
+            self.at,
+            memory.latents_LBbx[index],
+            self.block_table_nM,
+            self.position_n,
+        )
+
+
+def _with_cache_index(layers: tuple[LayerWeights, ...]) -> tuple[tuple[LayerWeights, int], ...]:
+    """Each layer with its number among the layers of its kind."""
+    seen: dict[str, int] = {}
+    indexed = []
+    for layer in layers:
+        index = seen.get(layer.plan.mixer, 0)
+        seen[layer.plan.mixer] = index + 1
+        indexed.append((layer, index))
+    return tuple(indexed)

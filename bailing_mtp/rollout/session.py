@@ -1,0 +1,148 @@
+"""One rollout under way: requests come, are stepped, may be cancelled, and end as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample
+from bailing_mtp.errors import UserError
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.distribution import StepRules
+from bailing_mtp.rollout.lockstep import Lockstep, Shapes, bucket
+from bailing_mtp.rollout.requests import (
+    Limits,
+    Request,
+    TextTokenizer,
+    check_prompt,
+    step_rules,
+    stop_ids_of,
+    write_settings,
+)
+from bailing_mtp.rollout.runner import RowResult, Runner
+from bailing_mtp.rollout.scheduler import Scheduler
+from bailing_mtp.rollout.sequences import Plan, Row
+from bailing_mtp.rollout.stats import RolloutStats
+from bailing_mtp.rollout.stops import LENGTH, RUNNING, STOP, StopStrings
+
+_REASONS: dict[int, FinishReason] = {STOP: "stop", LENGTH: "length"}
+_IDLE = Plan((), (), (), (), ())
+
+
+class RolloutSession:
+    """Requests of one replica. Made by RolloutEngine.open.
+
+    All ranks of a replica make the same calls in the same order. Where ep > tp the replicas of an expert-parallel
+    group step together: each keeps calling `step` until it returns False, also without requests of its own.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        context: ParallelContext,
+        limits: Limits,
+        tokenizer: TextTokenizer | None,
+        drafts: int,
+    ) -> None:
+        self._runner, self._scheduler, self._limits = runner, scheduler, limits
+        self._lockstep = Lockstep(context)
+        self._tokenizer, self._drafts = tokenizer, drafts
+        self._view = runner.program.view
+        self._requests: dict[Row, Request] = {}
+        self._rows: dict[int, list[Row]] = {}
+        self._done: list[Sample] = []
+        self.stats = RolloutStats(drafts)
+
+    def submit(self, prompt: Prompt) -> None:
+        """Queue a prompt's samples. UserError for a request that could not run."""
+        check_prompt(prompt, self._tokenizer, self._view.arch.vocab_size, self._limits)
+        if prompt.index in self._rows:
+            raise UserError(f"prompt {prompt.index}: was submitted before; allowed: another index")
+        sampling, tokenizer = prompt.sampling, self._tokenizer
+        rows = self._scheduler.submit(prompt.prompt_ids, prompt.samples_per_prompt, sampling.max_new_tokens)
+        self._rows[prompt.index] = rows
+        stop_ids = stop_ids_of(prompt, tokenizer)
+        for row in rows:
+            watch = StopStrings(sampling.stop_strings, tokenizer.decode) if sampling.stop_strings else None
+            self._requests[row] = Request(prompt, row, stop_ids, watch)
+
+    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
+        """End one sample of a prompt, or all of them, wherever they are; what they have is their response."""
+        for row in self._rows[prompt_index]:
+            if sample_index in (None, row.sample_index) and row.state != "done":
+                self._finish(row, "cancelled")
+
+    def finished(self) -> bool:
+        """Whether this replica has nothing left to do."""
+        return not self._scheduler.has_work
+
+    def take(self) -> list[Sample]:
+        """Samples that have ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def step(self) -> bool:
+        """One iteration: admissions, a prefill, first tokens, one decode step. False once all replicas are idle.
+
+        Raises StaleWeights if the trainer has stepped since the session was opened.
+        """
+        runner, scheduler = self._runner, self._scheduler
+        self._view.require_current()
+        plan = scheduler.plan() if scheduler.has_work else _IDLE
+        n_rows = len(plan.decode) + len(plan.starters)
+        wanted = Shapes(plan.prefill_tokens, len(plan.starters), bucket(n_rows))
+        shapes = self._lockstep.agree(wanted)
+        if shapes.is_idle:
+            return False
+        runner.apply(plan.before)
+        runner.prefill(plan.chunks, shapes.prefill_tokens)
+        runner.apply(plan.after)
+        starters = [row for row, _ in plan.starters]
+        write_settings(runner.memory, [self._requests[row] for row in starters])
+        for row, result in zip(
+            starters, runner.start(plan.starters, shapes.starters, self._rules(starters)), strict=True
+        ):
+            self._receive(row, result)
+        running = [row for row in (*plan.decode, *starters) if row.state == "running"]
+        self._decode(running, shapes.decode_rows)
+        runner.forget()
+        self.stats.prefilled_tokens += plan.prefill_tokens
+        self.stats.preemptions = scheduler.preemptions
+        self.stats.stop_clock()
+        return True
+
+    def _decode(self, running: Sequence[Row], padded: int) -> None:
+        results = self._runner.decode(running, padded, self._rules(running), self._drafts)
+        if running:
+            self.stats.add_step(len(running), self._limits.max_running, self._drafts)
+        for row, result in zip(running, results, strict=True):
+            self.stats.add_row(self._receive(row, result), result.n_accepted, self._drafts)
+
+    def _rules(self, rows: Sequence[Row]) -> StepRules:
+        return step_rules([self._requests[row].prompt for row in rows])
+
+    def _receive(self, row: Row, result: RowResult) -> int:
+        """Take a row's new tokens; returns how many stay in the response."""
+        request = self._requests[row]
+        tokens, state, error = result.tokens, result.state, result.error
+        cut = None if request.stop_strings is None else request.stop_strings.add(tokens)
+        if cut is not None:
+            tokens, state, error = tokens[:cut], STOP, False
+        kept = len(tokens)
+        row.response += tokens
+        request.logprobs += result.raw[:kept]
+        request.processed_logprobs += result.processed[:kept]
+        request.kept_logmass += result.kept_logmass[:kept]
+        request.versions += [self._view.version] * kept
+        self.stats.tokens += kept
+        if error:
+            position = len(row.prompt_ids) + len(row.response)
+            self._finish(row, "error", f"the logits for position {position} are not finite")
+        elif state != RUNNING:
+            self._finish(row, _REASONS[state])
+        return kept
+
+    def _finish(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
+        self._scheduler.finish(row)
+        self._done.append(self._requests.pop(row).sample(reason, error))
+        self.stats.samples += 1

@@ -1,0 +1,87 @@
+"""Rollouts on several ranks against rollouts without any split, and ranks that would disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bailing_mtp.contracts.samples import Prompt, RolloutGroup, SamplingParams
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.stats import RolloutStats
+from tests.distributed import worlds
+from tests.rollout.engine_rig import all_samples, make_engine, random_prompts, responses
+
+VOCAB, DRAFTS = 512, 2
+PLAIN = SamplingParams(max_new_tokens=9, seed=5)
+KINDS = (
+    PLAIN,
+    SamplingParams(temperature=0.0, max_new_tokens=12),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, max_new_tokens=6, seed=7),
+    SamplingParams(suppress_token_ids=(1, 300), stop_token_ids=tuple(range(0, VOCAB, 9)), min_new_tokens=3, seed=2),
+)
+
+
+def _prompts(n: int) -> list[Prompt]:
+    """Every kind of sampling, prompts longer than a prefill, some with several samples."""
+    made = random_prompts(n, VOCAB, PLAIN, seed=3, longest=22)
+    return [
+        replace(p, sampling=replace(KINDS[p.index % 4], max_new_tokens=9), samples_per_prompt=1 + p.index % 2)
+        for p in made
+    ]
+
+
+def _rollout(context: ParallelContext, prompts: Sequence[Prompt]) -> tuple[list[RolloutGroup], RolloutStats]:
+    engine = make_engine(worlds.fixture_model("moe", context), context, DRAFTS)
+    return engine.generate(prompts), engine.stats
+
+
+def engine(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """The same tokens and log-probabilities on every rank; also when replicas run dry early, or have no prompt."""
+    for prompts in (_prompts(5), _prompts(1)):
+        with worlds.layout(1, 1) as alone:
+            expected, whole = _rollout(alone, prompts)
+        with worlds.layout(tp, ep) as context:
+            found, stats = _rollout(context, prompts)
+        assert responses(found) == responses(expected)
+        for ours, theirs in zip(all_samples(found), all_samples(expected), strict=True):
+            assert ours.finish_reason == theirs.finish_reason
+            for name in ("logprobs", "processed_logprobs", "kept_logmass"):
+                values = (getattr(sample, name) or () for sample in (ours, theirs))
+                mine, other = (torch.tensor(list(numbers)) for numbers in values)
+                torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+        assert (stats.tokens, stats.samples, stats.reached) == (whole.tokens, whole.samples, whole.reached)
+
+
+def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:
+    """A rank with other logits and another seed follows the first: one set of tokens, and no hang."""
+    logits = Program.logits
+
+    def perturbed(program: Program, hidden: Tensor) -> Tensor:
+        exact = logits(program, hidden)
+        return exact + 1e-3 * torch.randn_like(exact) if program.context.tp_rank else exact
+
+    with worlds.layout(2, 1) as context, mock.patch.object(Program, "logits", perturbed):
+        seed = 5 + context.tp_rank
+        prompts = [replace(p, sampling=replace(p.sampling, seed=seed)) for p in _prompts(5)]
+        found, stats = _rollout(context, prompts)
+        everyone: list[object] = [None, None]
+        dist.all_gather_object(everyone, (responses(found), stats.accepted))
+        assert everyone[0] == everyone[1]
+        assert stats.samples == sum(p.samples_per_prompt for p in prompts)
+
+
+def engine_refusal(reference: worlds.Reference, scratch: Path) -> None:
+    """A prompt that only one replica would run is refused by both, before anything waits for the other."""
+    with worlds.layout(1, 2) as context:
+        prompts = _prompts(2)
+        prompts[1] = replace(prompts[1], prompt_ids=(VOCAB,))
+        with pytest.raises(ValueError, match="prompt 1: prompt_ids: 512 is no token"):
+            _rollout(context, prompts)

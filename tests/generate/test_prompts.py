@@ -1,0 +1,93 @@
+"""Lines of a prompts file, and the config of the verb."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bailing_mtp.config import ConfigError, GenerateConfig, SamplingConfig, build_config, check_backends
+from bailing_mtp.data.chat import open_format
+from bailing_mtp.data.tokenizer import Tokenizer, train_tokenizer
+from bailing_mtp.errors import UserError
+from recipes.compose import compose
+from recipes.prompts import PromptReader
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["a few words to train on, and 12 more"], 300)
+
+
+def reader(tokenizer: Tokenizer | None, directory: Path = Path("."), **sampling: object) -> PromptReader:
+    return PromptReader(SamplingConfig(**sampling), 6, tokenizer, lambda: open_format("plain", tokenizer, directory))
+
+
+def lines(path: Path, *records: object) -> Path:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records), encoding="utf-8")
+    return path
+
+
+def test_three_forms_and_own_sampling(tmp_path: Path, tokenizer: Tokenizer):
+    file = lines(
+        tmp_path / "p.jsonl",
+        {"prompt": "a few"},
+        "",
+        {"messages": [{"role": "user", "content": "words"}]},
+        {"prompt_ids": [5, 6], "sampling": {"temperature": 0, "seed": 9, "samples_per_prompt": 3}, "answer": "x"},
+    )
+    text, chat, ids = reader(tokenizer, tmp_path, top_p=0.5, stop_token_ids=(7,)).read(file)
+    assert tokenizer.decode(text.prompt_ids) == "a few" and text.sampling.seed == 6
+    assert tokenizer.decode(chat.prompt_ids) == "User: words\nAssistant:"
+    assert ids.prompt_ids == (5, 6) and ids.samples_per_prompt == 3 and ids.record["answer"] == "x"
+    assert (ids.sampling.temperature, ids.sampling.seed, ids.sampling.top_p) == (0.0, 9, 0.5)
+    assert ids.sampling.stop_token_ids == (7,) and [p.index for p in (text, chat, ids)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "x"}, "p.jsonl:1: holds no prompt; allowed: one of prompt, messages, prompt_ids"),
+        ({"prompt": "x", "prompt_ids": [1]}, "holds prompt and prompt_ids"),
+        ({"prompt_ids": [1.5]}, '"prompt_ids" is no list of integers'),
+        ({"prompt_ids": [True]}, '"prompt_ids" is no list of integers'),
+        ({"prompt": "x"}, 'p.jsonl:1: "prompt" needs a tokenizer'),
+        ({"prompt_ids": [1], "sampling": {"temprature": 1}}, "p.jsonl:1: sampling.temprature: unknown key"),
+        ({"prompt_ids": [1], "sampling": {"top_p": 0}}, "p.jsonl:1: sampling.top_p: 0 is not allowed"),
+        ({"prompt_ids": [1], "sampling": {"seed": 2**32}}, "p.jsonl:1: sampling.seed: 4294967296; allowed: 0 to"),
+        ({"prompt_ids": [1], "sampling": 3}, '"sampling" is no object'),
+        ([1], "p.jsonl:1: holds no prompt"),
+        ("{", "p.jsonl:1: not valid JSON"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_bad_lines_name_file_and_line(tmp_path: Path, record: object, message: str):
+    with pytest.raises(UserError) as caught:
+        reader(None).read(lines(tmp_path / "p.jsonl", record))
+    assert message in str(caught.value)
+
+
+def config(*arguments: str) -> GenerateConfig:
+    given = ["checkpoint.load=x", "prompts=a.jsonl", "output=b.jsonl", *arguments]
+    return build_config(GenerateConfig, compose(GenerateConfig, "generate", given, run_dir="out"))
+
+
+def test_config():
+    assert config().rollout.speculative_tokens == 0 and config().sampling.temperature == 1.0
+    with pytest.raises(ConfigError, match="output: 'a.jsonl' is also prompts"):
+        config("output=a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("rollout.kernels=triton", "rollout.kernels: 'triton' is not supported by this version; allowed: torch"),
+        ("rollout.cuda_graphs=true", "rollout.cuda_graphs: true is not supported by this version; allowed: false"),
+        ("rollout.adaptive=true", "rollout.adaptive: true is not supported by this version; allowed: false"),
+        ("rollout.draft_vocabulary=v.json", "rollout.draft_vocabulary: 'v.json' is not supported by this version"),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused(argument: str, line: str):
+    check_backends(config(), has_gpu=False)
+    with pytest.raises(ConfigError) as caught:
+        check_backends(config(argument), has_gpu=True)
+    assert caught.value.problems[0].startswith(line)
