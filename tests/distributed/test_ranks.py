@@ -15,7 +15,7 @@ from tests.distributed.suite import DONE
 from tests.distributed.worlds import layout, reference
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 280
+LIMIT_S = 540
 
 
 @pytest.fixture(scope="session")
@@ -37,14 +37,20 @@ def launches(reference_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             "-m", "tests.distributed.suite", str(reference_file), str(scratch),
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        run = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        outputs[world_size] = run.stdout + run.stderr
+        log = scratch / "launch.log"
+        with log.open("w") as file:
+            run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                run.wait(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                run.terminate()
+                run.wait()
+                file.write(f"ended after {LIMIT_S} s\n")
+        outputs[world_size] = log.read_text(errors="replace")
     return outputs
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize(("world_size", "name"), [(n, name) for n, cases in CASES.items() for name in cases])
 def test_case(launches: dict[int, str], world_size: int, name: str):
     output = launches[world_size]

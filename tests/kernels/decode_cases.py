@@ -293,3 +293,60 @@ def check_linear(
     with poisoned():
         ours = linear(x, weight)
     assert_close(ours, torch.nn.functional.linear(x, weight), dtype, f"linear {R} {H} {N}")
+
+
+def check_log_sum_exps(device: str, dtype: torch.dtype, *, r: int, v: int) -> None:
+    from bailing_mtp.kernels.triton.sampling import log_sum_exps
+
+    draw = Draw(device, dtype, r + v)
+    logits, temperature = draw.normal(r, v, scale=4.0), draw.normal(r, dtype=torch.float32).abs() + 0.3
+    logits[0, : v // 2], temperature[-1] = -torch.inf, 0.0
+    with poisoned():
+        raw, tempered = log_sum_exps(logits, temperature)
+    scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
+    torch.testing.assert_close(raw, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tempered, (logits.float() / scale).logsumexp(-1), rtol=1e-5, atol=1e-5)
+    logits[0, -1] = torch.nan
+    assert log_sum_exps(logits, temperature)[0].isnan().tolist() == [True] + [False] * (r - 1)
+
+
+def check_draw(device: str, dtype: torch.dtype, *, n: int, v: int, first_id: int) -> None:
+    """Plain, greedy and residual rows against the noise and the arithmetic of the rollout in plain torch."""
+    from bailing_mtp.kernels.triton import sampling
+    from bailing_mtp.rollout import noise
+
+    draw = Draw(device, dtype, n + v)
+    p, q = draw.normal(2 * n, v, scale=3.0), draw.normal(n, v, scale=3.0)
+    temperature = draw.normal(n, dtype=torch.float32).abs() + 0.5
+    temperature[0] = 0.0
+    row_n, q_row_n = draw.permutation(2 * n)[:n], draw.permutation(n)
+    residual_n = torch.arange(n, device=device) % 2 == 1
+    scale = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
+    scaled_p, scaled_q = p[row_n].float() / scale, q[q_row_n].float() / scale
+    p_lse, q_lse = scaled_p.logsumexp(-1), scaled_q.logsumexp(-1)
+    if n > 3:
+        # Nothing is left of p - q: the target is the draft's own distribution.
+        q[q_row_n[3]], q_lse[3] = p[row_n[3]], p_lse[3]
+        scaled_q[3] = scaled_p[3]
+    keys = noise.NoiseKeys(
+        draw.integers(0, 2**40, n), draw.integers(0, 1000, n), draw.integers(0, 50, n), draw.integers(0, 8, n)
+    )
+    position = draw.integers(0, 5000, n)
+    gumbel = noise.gumbel(keys, position, noise.FRESH, first_id, v)
+    left = ((scaled_p - p_lse[:, None]).exp() - (scaled_q - q_lse[:, None]).exp()).clamp(min=0).log()
+    score = (
+        torch.where(residual_n[:, None], left, scaled_p)
+        + torch.where(temperature > 0, 1.0, 0.0)[:, None] * gumbel
+    )
+    residual = sampling.Residual(q, q_row_n, p_lse, q_lse, residual_n)
+    with poisoned():
+        ours = sampling.draw(p, row_n, temperature, keys, position * 4 + noise.FRESH, first_id, residual)
+    drawable = score.max(-1).values > -torch.inf
+    assert torch.equal(ours.value_n > -torch.inf, drawable)
+    assert torch.equal(ours.id_n[drawable], (score.argmax(-1) + first_id)[drawable])
+    torch.testing.assert_close(ours.value_n[drawable], score.max(-1).values[drawable], rtol=1e-4, atol=1e-4)
+    column_v = torch.arange(v, device=device)
+    first_of_best = torch.where(scaled_p == scaled_p.max(-1, keepdim=True).values, column_v, v).min(-1).values
+    assert torch.equal(ours.likeliest_id_n, first_of_best + first_id)
+    plain = sampling.draw(p, row_n, temperature, keys, position * 4 + noise.FRESH, first_id)
+    assert torch.equal(plain.id_n[~residual_n], ours.id_n[~residual_n])

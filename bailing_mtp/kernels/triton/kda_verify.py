@@ -22,9 +22,9 @@ from bailing_mtp.kernels.triton.kda_tokens import prepare
 
 CHUNK = 32
 """Keys of a chunk: 128 bytes of a state row, read by 8 lanes."""
-FUSED_PROGRAMS = 128
-"""Heads of all rows up to which one launch is fastest."""
-V_TILE = 32
+FUSED_PROGRAMS = 512
+"""Heads of all rows up to which one launch is fastest for several tokens; for one token it always is."""
+V_TILE = 64
 
 
 @triton.jit
@@ -141,9 +141,15 @@ def _gated_norm(
     tl.store(out + row * (h * V) + places_hV, o_hV.to(out.dtype.element_ty), mask=ids_h1 < h)
 
 
-def _options(fused: bool, state_values: int) -> dict[str, int]:
-    """Launch options of _kda_verify for a program that holds `state_values` of a state."""
-    return {"num_warps": max(1, min(8 if fused else 4, state_values // 512))}
+def _options(programs: int, tokens: int, state_values: int, fused: bool) -> dict[str, int]:
+    """Launch options of _kda_verify for programs that hold `state_values` of a state each."""
+    warps = 8 if fused else 4
+    if fused and programs > 64:
+        # Two programs to a multiprocessor, one's loads under the other's arithmetic.
+        if tokens > 1 and state_values == 128 * 128:
+            return {"num_warps": warps, "maxnreg": 128}
+        warps = 4
+    return {"num_warps": max(1, min(warps, state_values // 512))}
 
 
 def kda_verify(
@@ -169,13 +175,21 @@ def kda_verify(
     assert memory.window_2NwX.dtype == projected_RY.dtype and count_N.shape == (N,)
     assert memory.state_NhVD.is_contiguous() and all(field[0].is_contiguous() for field in memory[1:])
     state, window, decay, key, update = memory
-    fused, device = slots_n.shape[0] * h <= FUSED_PROGRAMS, projected_RY.device
+    fused, device = n_tokens == 1 or slots_n.shape[0] * h <= FUSED_PROGRAMS, projected_RY.device
     out_Rx = torch.empty(R, h * V, dtype=projected_RY.dtype, device=device)
     q_RhD, v_RhV, kq_Rh = (torch.empty(R, h, x, dtype=torch.float32, device=device) for x in (D, V, 1))
     o_RhV = out_Rx if fused else torch.empty(R, h, V, dtype=torch.float32, device=device)
     bound = 0.0 if lower_bound is None else lower_bound
     pads = {"S_PAD": triton.next_power_of_2(n_tokens), "W_PAD": triton.next_power_of_2(W - 1 + n_tokens)}
-    sizes = {"h": h, "D": D, "V": V, "S": n_tokens, "T": T, "TAPS": W, "BOUNDED": lower_bound is not None} | pads
+    sizes = {
+        "h": h,
+        "D": D,
+        "V": V,
+        "S": n_tokens,
+        "T": T,
+        "TAPS": W,
+        "BOUNDED": lower_bound is not None,
+    } | pads
     weights = (projected_RY, conv_XW, A_log_h, dt_bias_hD)
     where = (count_N, parity_N, slots_n, window.stride(0), key.stride(0))
     programs, tile = slots_n.shape[0] * h, V if fused else min(V, V_TILE)
@@ -185,7 +199,7 @@ def kda_verify(
         )
     _kda_verify[(programs, V // tile)](
         o_RhV, q_RhD, v_RhV, kq_Rh, *weights, o_norm_V, *memory, *where, update.stride(0), bound, norm_eps, NORM_EPS,
-        **sizes, CHUNK=min(CHUNK, D), V_TILE=tile, FUSED=fused, **_options(fused, tile * D),
+        **sizes, CHUNK=min(CHUNK, D), V_TILE=tile, FUSED=fused, **_options(programs, n_tokens, tile * D, fused),
     )  # fmt: skip
     if not fused:
         heads = min(4, triton.next_power_of_2(h))

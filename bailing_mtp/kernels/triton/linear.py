@@ -11,6 +11,9 @@ from torch import Tensor
 
 MOST_ROWS = 4
 """More rows go to the library's matrix product."""
+MOST_OUTPUTS = 4096
+"""So do several rows of more outputs, which are enough for its tiles to use the bandwidth."""
+N_TILE = 2
 
 
 @triton.jit
@@ -44,17 +47,21 @@ def _linear(
         tl.store(out + row * N + ids_n, sums[row].to(out.dtype.element_ty), mask=ids_n < N)
 
 
-def _options(N: int, H: int) -> dict[str, int]:
-    return {"N_TILE": 8, "C_TILE": min(1024, triton.next_power_of_2(H)), "num_warps": 4}
+def products(x_RH: Tensor, weight_NH: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ weight^T for 1 .. MOST_ROWS rows, summed in fp32; [R, N] in `dtype`."""
+    (R, H), N = x_RH.shape, weight_NH.shape[0]
+    assert 0 < R <= MOST_ROWS and x_RH.stride(1) == 1 and weight_NH.is_contiguous()
+    out_RN = torch.empty(R, N, dtype=dtype, device=x_RH.device)
+    c_tile = min(2048, triton.next_power_of_2(H))
+    _linear[(triton.cdiv(N, N_TILE),)](
+        out_RN, x_RH, weight_NH, N, x_RH.stride(0), R=R, H=H, N_TILE=N_TILE, C_TILE=c_tile, num_warps=2
+    )
+    return out_RN
 
 
 def linear(x_RH: Tensor, weight_NH: Tensor) -> Tensor:
     """x @ weight^T, [R, N] in x's dtype, summed in fp32; any number of rows."""
-    (R, H), N = x_RH.shape, weight_NH.shape[0]
-    if not 0 < R <= MOST_ROWS:
+    R, N = x_RH.shape[0], weight_NH.shape[0]
+    if not 0 < R <= MOST_ROWS or (R > 1 and N > MOST_OUTPUTS):
         return F.linear(x_RH, weight_NH)
-    assert x_RH.stride(1) == 1 and weight_NH.is_contiguous() and x_RH.dtype == weight_NH.dtype
-    out_RN = torch.empty(R, N, dtype=x_RH.dtype, device=x_RH.device)
-    options = _options(N, H)
-    _linear[(triton.cdiv(N, options["N_TILE"]),)](out_RN, x_RH, weight_NH, N, x_RH.stride(0), R=R, H=H, **options)
-    return out_RN
+    return products(x_RH, weight_NH, x_RH.dtype)

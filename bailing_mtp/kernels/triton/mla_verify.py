@@ -121,12 +121,10 @@ def _join(
     tl.store(out + (row * queries + query) * C + ids_C, o_C.to(out.dtype.element_ty), mask=ids_C < C)
 
 
-def _tiles(queries: int, itemsize: int) -> tuple[int, int, int, int]:
+def _tiles(itemsize: int) -> tuple[int, int, int, int]:
     """Queries of a tile, cached positions of a tile, warps, pipeline stages."""
-    if itemsize == 4:
-        return 16, 16, 4, 1
-    m_tile = min(64, max(16, triton.next_power_of_2(queries)))
-    return m_tile, 32, 4 if m_tile == 16 else 8, 2 if m_tile == 64 else 3
+    # More queries to a tile would read the cache less often, but leave a multiprocessor one program.
+    return (16, 16, 4, 1) if itemsize == 4 else (16, 32, 4, 2)
 
 
 def _parts(programs: int, context_tokens: int, tile_tokens: int) -> int:
@@ -147,7 +145,7 @@ def mla_verify(
     queries, block_tokens = S * h, latents_Bbx.shape[1]
     assert latents_Bbx.is_contiguous() and block_table_nM.stride(1) == 1
     assert latents_Bbx.dtype == q_nShx.dtype
-    m_tile, l_tile, warps, stages = _tiles(queries, q_nShx.element_size())
+    m_tile, l_tile, warps, stages = _tiles(q_nShx.element_size())
     m_tiles = triton.cdiv(queries, m_tile)
     table_tokens = block_table_nM.shape[1] * block_tokens
     parts = _parts(n * m_tiles, table_tokens, l_tile)

@@ -1,4 +1,4 @@
-"""Choice of experts for decoding: scores in one launch, groups, top-k and weights in another.
+"""Choice of experts for decoding: logits in one launch, the rest in another.
 
 Shape legend: R rows, H hidden size, E experts, k experts per row, G groups, g experts of a group;
 m rows, e experts and c channels of a tile.
@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bailing_mtp.kernels.triton.linear import MOST_ROWS, products
+
 SMALLEST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _scores(
-    scores,
+def _logits(
+    logits,
     x,
     weight,
     R,
@@ -43,7 +45,7 @@ def _scores(
         # Products of bf16 are exact in fp32, which is what they are summed in.
         acc_me = tl.dot(x_mc, weight_ce, acc_me, input_precision="ieee")
     mask_me = (ids_m < R)[:, None] & (ids_e < E)[None, :]
-    tl.store(scores + ids_m[:, None] * E + ids_e[None, :], tl.sigmoid(acc_me), mask=mask_me)
+    tl.store(logits + ids_m[:, None] * E + ids_e[None, :], acc_me, mask=mask_me)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _key(value, index):
 def _choose(
     ids,
     weights,
-    scores,
+    logits,
     bias,
     scaling,
     k: tl.constexpr,
@@ -74,7 +76,7 @@ def _choose(
     group_G, member_g = tl.arange(0, G_PAD), tl.arange(0, g_PAD)
     expert_Gg = group_G[:, None] * g + member_g[None, :]
     real_Gg = (group_G < G)[:, None] & (member_g < g)[None, :]
-    score_Gg = tl.load(scores + row * (G * g) + expert_Gg, mask=real_Gg, other=0.0)
+    score_Gg = tl.sigmoid(tl.load(logits + row * (G * g) + expert_Gg, mask=real_Gg, other=0.0))
     selection_Gg = score_Gg + tl.load(bias + expert_Gg, mask=real_Gg, other=0.0).to(tl.float32)
     key_Gg = tl.where(real_Gg, _key(selection_Gg, expert_Gg), SMALLEST)
     if G > 1:
@@ -99,34 +101,20 @@ def _choose(
         # The low half of a key holds the expert.
         chosen_k = tl.where(ids_k == i, 2147483647 - (best & 0xFFFFFFFF).to(tl.int32), chosen_k)
         key_E = tl.where(key_E == best, SMALLEST, key_E)
-    chosen_score_k = tl.load(scores + row * (G * g) + chosen_k, mask=ids_k < k, other=0.0)
+    logit_k = tl.load(logits + row * (G * g) + chosen_k, mask=ids_k < k, other=float("-inf"))
+    chosen_score_k = tl.sigmoid(logit_k)
     weight_k = chosen_score_k / (tl.sum(chosen_score_k, axis=0) + 1e-20) * scaling
     tl.store(ids + row * k + ids_k, chosen_k.to(tl.int64), mask=ids_k < k)
     tl.store(weights + row * k + ids_k, weight_k, mask=ids_k < k)
 
 
-def route(
-    x_RH: Tensor,
-    weight_EH: Tensor,
-    bias_E: Tensor,
-    num_groups: int,
-    groups_per_token: int,
-    experts_per_token: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """As kernels.reference.router.route; ties go to the lower expert, and to the lower group."""
+def _many_logits(x_RH: Tensor, weight_EH: Tensor) -> Tensor:
     R, (E, H) = x_RH.shape[0], weight_EH.shape
-    assert x_RH.stride(1) == 1 and weight_EH.is_contiguous() and E % num_groups == 0
-    device, group_size = x_RH.device, E // num_groups
-    scores_RE = torch.empty(R, E, dtype=torch.float32, device=device)
-    weights_Rk = torch.empty(R, experts_per_token, dtype=torch.float32, device=device)
-    ids_Rk = torch.empty(R, experts_per_token, dtype=torch.int64, device=device)
-    if not R:
-        return ids_Rk, weights_Rk
+    logits_RE = torch.empty(R, E, dtype=torch.float32, device=x_RH.device)
     wide = x_RH.dtype == torch.float32 or weight_EH.dtype == torch.float32
     m_tile = 16 if R <= 256 else 32
-    _scores[(triton.cdiv(E, 16), triton.cdiv(R, m_tile))](
-        scores_RE,
+    _logits[(triton.cdiv(E, 16), triton.cdiv(R, m_tile))](
+        logits_RE,
         x_RH,
         weight_EH,
         R,
@@ -140,10 +128,31 @@ def route(
         num_warps=4,
         num_stages=2 if wide else 3,
     )
+    return logits_RE
+
+
+def route(
+    x_RH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor,
+    num_groups: int,
+    groups_per_token: int,
+    experts_per_token: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """As kernels.reference.router.route; ties go to the lower expert, and to the lower group."""
+    R, E = x_RH.shape[0], weight_EH.shape[0]
+    assert x_RH.stride(1) == 1 and weight_EH.is_contiguous() and E % num_groups == 0
+    device, group_size = x_RH.device, E // num_groups
+    weights_Rk = torch.empty(R, experts_per_token, dtype=torch.float32, device=device)
+    ids_Rk = torch.empty(R, experts_per_token, dtype=torch.int64, device=device)
+    if not R:
+        return ids_Rk, weights_Rk
+    logits_RE = products(x_RH, weight_EH, torch.float32) if R <= MOST_ROWS else _many_logits(x_RH, weight_EH)
     _choose[(R,)](
         ids_Rk,
         weights_Rk,
-        scores_RE,
+        logits_RE,
         bias_E,
         scaling,
         k=experts_per_token,
