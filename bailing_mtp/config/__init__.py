@@ -7,6 +7,7 @@ from .checks import LayoutSizes, check_batch, check_layout, check_mtp, check_mtp
 from .errors import ConfigError
 from .finetune import DpoConfig, SftConfig
 from .generation import GenerateConfig
+from .policy import GrpoConfig
 from .rollout import PreferenceConfig, RlConfig, RolloutConfig, SamplingConfig
 from .section import Section
 from .support import check_backends
@@ -19,6 +20,8 @@ from .training import (
     MtpConfig,
     OptimConfig,
     ParallelConfig,
+    PolicyTrainConfig,
+    PromptDataConfig,
     TrainConfig,
 )
 from .verbs import (
@@ -41,6 +44,7 @@ __all__ = [
     "DoctorConfig",
     "DpoConfig",
     "GenerateConfig",
+    "GrpoConfig",
     "LayoutSizes",
     "LoadConfig",
     "LogConfig",
@@ -49,8 +53,10 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PlotConfig",
+    "PolicyTrainConfig",
     "PreferenceConfig",
     "PretrainConfig",
+    "PromptDataConfig",
     "RlConfig",
     "RolloutConfig",
     "RunConfig",

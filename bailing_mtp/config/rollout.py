@@ -78,6 +78,14 @@ class RlConfig(Section):
 
     loss: Literal["grpo", "gspo"] = "grpo"
     """Importance ratio per token, or per sequence."""
+    prompts_per_rollout: PositiveInt = 32
+    """Prompts of one rollout, over all data-parallel ranks."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps on the samples of one rollout, each on its own share of them."""
+    refill: bool = False
+    """Draw further prompts in place of those whose rewards are all equal."""
+    max_rollouts: PositiveInt = 8
+    """Rollouts for one update, at most: further ones refill, or follow where all rewards were equal."""
     reward: Reward = "reasoning_gym"
     """reasoning_gym, math_verify, exact, or module:function."""
     reward_timeout_s: PositiveFloat = 10.0
@@ -101,6 +109,8 @@ class RlConfig(Section):
     """Train with the experts that the rollout chose."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts rolled out / prompts trained; the slowest are cancelled."""
+    samples_kept: NonNegativeInt = 16
+    """Samples of every rollout that are written to <run_dir>/rollouts, with their rewards; 0 = none."""
 
 
 class PreferenceConfig(Section):

@@ -21,7 +21,9 @@ class Option:
     path: str
     """Dotted key."""
     value: object
-    """The value that asks for the backend; ANY = every value but null."""
+    """The value that asks for the backend; ANY = every value but null and `plain`."""
+    plain: object = None
+    """The value that asks for nothing, where `value` is ANY."""
     instead: str
     """Values of the key that need nothing."""
     module: str | None = None
@@ -77,6 +79,8 @@ OPTIONS = (
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True, supported=False),
     Option(path="rollout.adaptive", value=True, instead="false", supported=False),
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
+    Option(path="rl.routing_replay", value=True, instead="false", supported=False),
+    Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
 
 
@@ -95,7 +99,7 @@ def check_backends(
     problems = []
     for option in OPTIONS:
         value = _value_at(config, option.path)
-        if value is None or option.value not in (ANY, value):
+        if value is None or option.value not in (ANY, value) or (option.value is ANY and value == option.plain):
             continue
         reason = _reason(option, has_gpu, installed)
         if reason:

@@ -81,6 +81,23 @@ class DialogueDataConfig(Section):
     """A line that cannot be read: stop and name file and line, or leave it out and count it."""
 
 
+class PromptDataConfig(Section):
+    """Where prompts come from and how they become token ids."""
+
+    path: Text
+    """JSONL file or a directory of them, {"prompt" or "messages", "answer", ...}, or reasoning_gym:<task>[,<task>...]
+    (generated, no file)."""
+    seq_tokens: PositiveInt = 4096
+    """Longest prompt and response together, in tokens; a prompt that leaves no room for
+    sampling.max_new_tokens is left out and counted."""
+    chat_template: Text | None = None
+    """File of a Jinja chat template, or plain (texts as they are written); null = the tokenizer's own."""
+    tokenizer: Text | None = None
+    """tokenizer.json or a directory that holds it; null = that of checkpoint.load."""
+    bad_lines: Literal["fail", "skip"] = "fail"
+    """A line that cannot be read: stop and name file and line, or leave it out and count it."""
+
+
 class TrainConfig(Section):
     """Length and size of the run. All token counts include padding."""
 
@@ -98,6 +115,17 @@ class TrainConfig(Section):
     """Steps between two evaluations on held-out documents, with one after the last step; null = none."""
     eval_steps: PositiveInt = 4
     """Steps' worth of held-out tokens per evaluation."""
+
+
+class PolicyTrainConfig(Section):
+    """Length of the run. How many tokens a step has follows from the rollouts."""
+
+    steps: PositiveInt
+    """Optimizer steps, rl.minibatches of them for each rollout."""
+    microbatch_tokens: PositiveInt = 4096
+    """Most tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward."""
 
 
 class OptimConfig(Section):

@@ -14,6 +14,7 @@ from .training import (
     MtpConfig,
     OptimConfig,
     ParallelConfig,
+    PolicyTrainConfig,
     TrainConfig,
 )
 
@@ -44,7 +45,9 @@ class RunConfig(Section):
         return self
 
 
-def check_lengths(train: TrainConfig, optim: OptimConfig, seq_tokens: int, rows_together: int = 1) -> None:
+def check_lengths(
+    train: TrainConfig | PolicyTrainConfig, optim: OptimConfig, seq_tokens: int, rows_together: int = 1
+) -> None:
     """Refuse packs that cannot hold `rows_together` documents, and schedules longer than the run."""
     needed = rows_together * seq_tokens
     if train.microbatch_tokens < needed:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "triton"
+FOLDER = Path(__file__).parent / "interpreted"
 
 
 def test_kernels_under_the_interpreter() -> None:

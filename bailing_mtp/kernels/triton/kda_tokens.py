@@ -58,12 +58,9 @@ def _decay(z, rate, lower_bound, BOUNDED: tl.constexpr):
     if BOUNDED:
         log_decay = lower_bound * tl.sigmoid(rate * z)
     else:
-        # log(1 + e) loses the low bits of a small e; the quotient gives them back.
-        e = tl.exp(tl.minimum(z, 20.0))
-        one_more = 1.0 + e
-        is_one = one_more == 1.0
-        log1p = tl.where(is_one, e, tl.log(one_more) * (e / tl.where(is_one, 1.0, one_more - 1.0)))
-        log_decay = -rate * tl.where(z > 20.0, z, log1p)
+        # What log(1 + e) loses of a small e is less than exp() rounds away below.
+        softplus = tl.where(z > 20.0, z, tl.log(1.0 + tl.exp(tl.minimum(z, 20.0))))
+        log_decay = -rate * softplus
     return tl.exp(log_decay)
 
 
