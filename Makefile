@@ -13,7 +13,7 @@ endif
 SCRIPTS := $(wildcard launch/*.sh) .ci/run
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint
+.PHONY: help install demo test test-gpu bench lint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ test: $(ENSURE) ## the CPU test suite; ARGS="-k name" goes to pytest
 
 test-gpu: $(ENSURE) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -q $(ARGS)
+
+bench: $(ENSURE) ## decode kernels and the passes of a step on one GPU, against the bytes they move
+	OMP_NUM_THREADS=1 $(PY) -m recipes.benchmark what=kernels $(ARGS)
 
 lint: $(ENSURE) ## ruff, and the shell scripts
 	$(PY) -m ruff check .

@@ -54,7 +54,7 @@ def report_acceptance(config: ScoreConfig) -> None:
             found += [document_estimates(heads, *place) for place in _places(packs, mine, first_sites)]
         done = min(first + context.dp, len(packs))
         line.show(f"read {done}/{len(packs)} packs", final=done == len(packs))
-    estimates = _joined(merged(found), context)
+    estimates = joined(merged(found), context)
     if context.is_writer:
         _publish(config, estimates, source.arch.vocab_size, len(first_sites))
     context.barrier()
@@ -95,7 +95,8 @@ def _places(packs: list[Pack], index: int, first_sites: list[int]) -> list[tuple
     return places
 
 
-def _joined(mine: Estimates, context: ParallelContext) -> Estimates:
+def joined(mine: Estimates, context: ParallelContext) -> Estimates:
+    """Estimates over the documents of all data-parallel ranks, on each of them."""
     if context.dp == 1:
         return mine
     everyone: list[Any] = [None] * context.dp

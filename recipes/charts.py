@@ -26,6 +26,7 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
     "acceptance": ACCEPTANCE,
     "accept_length": (
         Panel("Tokens per verify step", "tokens", (r"rollout/accept_length", r"predicted/accept_length"), plain=1.0),
+        Panel("Drafts accepted, given those before", "share", (r"(rollout|predicted)/accept_depth\d+",), share=True),
     ),
     "throughput": (
         Panel("Training throughput", "tokens per second", (r"train/tokens_per_second",)),
@@ -37,6 +38,11 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
         Panel("Learning rate", "learning rate", (r"train/lr",), smooth=False),
     ),
     "reward": (Panel("Reward", "per sample", (r"reward/(mean|solved)",)),),
+    "policy": (
+        Panel("Probability of what the rollout drew, rollout against trainer", "nats", (r"rollout/logprob_gap",)),
+        Panel("Entropy of the policy", "nats per token", (r"policy/entropy",)),
+        Panel("Response", "tokens", (r"rollout/response_tokens",)),
+    ),
     "preference": (
         Panel("Preference loss", "nats per pair", (r"(dpo/|valid/dpo_)loss",)),
         Panel("Pairs in the right order", "share", (r"(dpo/|valid/dpo_)accuracy",), share=True),
@@ -72,10 +78,10 @@ def draw(runs: Sequence[Run], panels: Iterable[Panel]) -> Figure | None:
 
 
 def _with_predicted(row: dict[str, Any]) -> dict[str, Any]:
-    """Adds 1 + a1 + a1 a2 + ...: the accept length that acceptance at each depth promises."""
+    """Adds 1 + a1 + a1 a2 + ...: the accept length that acceptance at each depth promises, unless the run predicts."""
     by_depth = {key: row[key] for key in row if re.fullmatch(r"mtp/accept_depth\d+", key)}
     shares = [by_depth[key] for key in sorted(by_depth, key=depth_of)]
-    if not shares or None in shares:
+    if not shares or None in shares or "predicted/accept_length" in row:
         return row
     return {**row, "predicted/accept_length": 1 + sum(accumulate(shares, lambda a, b: a * b))}
 

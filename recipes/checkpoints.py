@@ -101,10 +101,10 @@ class RunCheckpoints:
 
     @property
     def _passes_mtp(self) -> bool:
-        return self._state.mtp is None and self._source.holds_mtp and self._source.directory is not None
+        return self._state.mtp_module is None and self._source.holds_mtp and self._source.directory is not None
 
     def _hf_config(self) -> dict[str, Any]:
-        holds_mtp = self._state.mtp is not None or self._passes_mtp
+        holds_mtp = self._state.mtp_module is not None or self._passes_mtp
         return {**self._source.arch.hf_config, "num_nextn_predict_layers": int(holds_mtp)}
 
     def _values(self, step: int) -> dict[str, Any]:

@@ -29,8 +29,8 @@ FREE_FORM = ("model.architecture.",)
 HYDRA_WRITES_NOTHING = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
-    "hydra/job_logging=disabled",
-    "hydra/hydra_logging=disabled",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
 )
 
 

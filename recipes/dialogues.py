@@ -1,16 +1,16 @@
-"""From the data section of sft and dpo to token shards: tokenizer, chat template, masks, all built once."""
+"""From the data section of sft, dpo and grpo to tokenizer and chat format, and to token shards, built once."""
 
 import functools
 import sys
 from pathlib import Path
 
-from bailing_mtp.config import DialogueDataConfig, DpoConfig, SftConfig, UserError
-from bailing_mtp.data.chat import open_format
+from bailing_mtp.config import DialogueDataConfig, DpoConfig, PromptDataConfig, SftConfig, UserError
+from bailing_mtp.data.chat import ChatFormat, open_format
 from bailing_mtp.data.dialogues import DialogueOptions, open_conversation_shards, open_pair_shards
 from bailing_mtp.data.loader import PackedLoader
 from bailing_mtp.data.records import open_records
 from bailing_mtp.data.shards import TokenShards
-from bailing_mtp.data.tokenizer import load_tokenizer
+from bailing_mtp.data.tokenizer import Tokenizer, load_tokenizer
 from bailing_mtp.log import ProgressLine
 from bailing_mtp.parallel.context import ParallelContext
 
@@ -69,7 +69,8 @@ def _open_shards(
     return shards
 
 
-def _options(data: DialogueDataConfig, source: Source) -> DialogueOptions:
+def open_tokens(data: DialogueDataConfig | PromptDataConfig, source: Source) -> tuple[Tokenizer, ChatFormat]:
+    """The tokenizer that the data section or the checkpoint names, and the chat format beside it."""
     if data.tokenizer is not None:
         path = Path(data.tokenizer)
     elif source.directory is not None and (source.directory / "tokenizer.json").is_file():
@@ -81,5 +82,9 @@ def _options(data: DialogueDataConfig, source: Source) -> DialogueOptions:
         )
     tokenizer = load_tokenizer(path)
     tokenizer.require_fits(source.arch.vocab_size)
-    chat = open_format(data.chat_template, tokenizer, path)
+    return tokenizer, open_format(data.chat_template, tokenizer, path)
+
+
+def _options(data: DialogueDataConfig, source: Source) -> DialogueOptions:
+    tokenizer, chat = open_tokens(data, source)
     return DialogueOptions(tokenizer, chat, data.seq_tokens, data.too_long)

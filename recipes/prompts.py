@@ -68,7 +68,7 @@ class PromptReader:
         return Prompt(
             prompt_ids=tuple(self._ids(record, given[0])),
             index=index,
-            sampling=self._params(sampling),
+            sampling=sampling_params(sampling, self.seed),
             samples_per_prompt=sampling.samples_per_prompt,
             record=record,
         )
@@ -90,12 +90,14 @@ class PromptReader:
             raise BadRecord('"sampling" is no object')
         return build_config(SamplingConfig, {**self.sampling.model_dump(), **own}) if own else self.sampling
 
-    def _params(self, sampling: SamplingConfig) -> SamplingParams:
-        values = {name: value for name, value in sampling.model_dump().items() if name in _SAMPLING}
-        seed = self.seed if sampling.seed is None else sampling.seed
-        if seed > MAX_SEED:
-            raise UserError(f"sampling.seed: {seed}; allowed: 0 to {MAX_SEED}")
-        return SamplingParams(**values | {"seed": seed})
+
+def sampling_params(sampling: SamplingConfig, seed: int) -> SamplingParams:
+    """What a request carries; `seed` where sampling.seed is null. Raises UserError for a seed out of range."""
+    values = {name: value for name, value in sampling.model_dump().items() if name in _SAMPLING}
+    seed = seed if sampling.seed is None else sampling.seed
+    if seed > MAX_SEED:
+        raise UserError(f"sampling.seed: {seed}; allowed: 0 to {MAX_SEED}")
+    return SamplingParams(**values | {"seed": seed})
 
 
 def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | None) -> list[Prompt]:

@@ -20,7 +20,7 @@ from .sinks import Sinks
 # Label and beginning of the metrics' names on the live line.
 LIVE = (
     ("lm", "train/lm_loss"), ("dpo", "dpo/loss"), ("right", "dpo/accuracy"), ("mtp", "mtp/loss_depth"),
-    ("accept", "mtp/accept_depth"),
+    ("accept", "mtp/accept_depth"), ("reward", "reward/mean"), ("accept length", "rollout/accept_length"),
 )  # fmt: skip
 # What the summary's table leaves out: settings, and rates, whose mean its first line gives.
 NOT_IN_TABLE = re.compile(r"train/(lr|mfu|\w+_per_second)|(time|memory)/.*")

@@ -12,7 +12,7 @@ from bailing_mtp.training.metrics import MetricsFile, truncate_after
 ROOT = Path(__file__).resolve().parents[1]
 STEP = "train/step"
 # Every family of metrics is drawn over the optimizer step, never over the number of log calls.
-FAMILIES = ("train", "mtp", "valid", "dpo", "policy", "rollout", "reward", "time", "memory")
+FAMILIES = ("train", "mtp", "valid", "dpo", "policy", "rollout", "predicted", "reward", "time", "memory")
 GIT_PATIENCE_S = 10
 
 

@@ -2,6 +2,7 @@
 
 from bailing_mtp.errors import UserError
 
+from .benchmark import BenchmarkConfig
 from .build import build_config, key_paths, schema_defaults, show, text_keys, unknown_key
 from .checks import LayoutSizes, check_batch, check_layout, check_mtp, check_mtp_divisor
 from .errors import ConfigError
@@ -36,6 +37,7 @@ from .verbs import (
 )
 
 __all__ = [
+    "BenchmarkConfig",
     "CheckpointConfig",
     "ConfigError",
     "ConvertConfig",

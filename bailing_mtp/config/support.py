@@ -24,8 +24,8 @@ class Option:
     """The value that asks for the backend; ANY = every value but null and `plain`."""
     plain: object = None
     """The value that asks for nothing, where `value` is ANY."""
-    instead: str
-    """Values of the key that need nothing."""
+    instead: str = ""
+    """Values of the key that need nothing; empty = there are none."""
     module: str | None = None
     """Module that must be importable; None = nothing to install."""
     install: str = ""
@@ -79,6 +79,9 @@ OPTIONS = (
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True, supported=False),
     Option(path="rollout.adaptive", value=True, instead="false", supported=False),
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
+    Option(path="what", value="kernels", needs_gpu=True),
+    Option(path="what", value="decode", instead="kernels", supported=False),
+    Option(path="what", value="train", instead="kernels", supported=False),
     Option(path="rl.routing_replay", value=True, instead="false", supported=False),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
@@ -111,7 +114,8 @@ def _reason(option: Option, has_gpu: bool, installed: Callable[[str], bool]) -> 
     if not option.supported:
         return f"is not supported by this version; allowed: {option.instead}"
     if option.needs_gpu and not has_gpu:
-        return f"needs a CUDA device and there is none here; allowed: {option.instead}"
+        allowed = f"; allowed: {option.instead}" if option.instead else ""
+        return f"needs a CUDA device and there is none here{allowed}"
     if option.module is not None and not installed(option.module):
         return f"needs the module {option.module!r}; install it with: {option.install}"
     return ""

@@ -5,9 +5,10 @@ Shapes: T tokens of the whole pack (every tensor-parallel rank holds all T), N d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,15 +64,22 @@ class PackedLayout:
     @staticmethod
     def from_padded(lengths: Sequence[int], padded_lengths: Sequence[int]) -> PackedLayout:
         """Layout of documents that were each padded on the right to `padded_lengths`."""
-        if len(lengths) != len(padded_lengths) or any(p < n for n, p in zip(lengths, padded_lengths)):
+        if len(lengths) != len(padded_lengths) or any(
+            p < n for n, p in zip(lengths, padded_lengths, strict=True)
+        ):
             raise ValueError(f"padded_lengths {tuple(padded_lengths)} must cover lengths {tuple(lengths)}")
-        pieces = [(n, pad) for n, p in zip(lengths, padded_lengths) for n, pad in ((n, False), (p - n, True))]
+        both = zip(lengths, padded_lengths, strict=True)
+        pieces = [piece for n, padded in both for piece in ((n, False), (padded - n, True))]
         kept = [(n, pad) for n, pad in pieces if n > 0]
         return PackedLayout.build([n for n, _ in kept], [pad for _, pad in kept])
 
     @property
     def n_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def n_padding_tokens(self) -> int:
+        return sum(n for n, is_padding in zip(self.lengths, self.is_padding, strict=True) if is_padding)
 
     def to(self, device: torch.device) -> PackedLayout:
         moved = {

@@ -69,7 +69,13 @@ class ColumnLinear(ColumnParallelLinear):
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__(
-            in_features, out_features, config=config, init_method=_never, bias=False, gather_output=False, tp_group=tp_group
+            in_features,
+            out_features,
+            config=config,
+            init_method=_never,
+            bias=False,
+            gather_output=False,
+            tp_group=tp_group,
         )
 
     def forward(self, x: Tensor) -> Tensor:

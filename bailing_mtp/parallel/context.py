@@ -92,8 +92,8 @@ def build_context(
 ) -> ParallelContext:
     """Join the other processes, form the groups, and seed this rank.
 
-    device_type: "cuda" or "cpu"; on "cpu" the CPU backend is installed. local_rank: this process's GPU. Sizes must already be checked
-    (config.checks.check_layout): world size divisible by tp and by ep.
+    device_type: "cuda" or "cpu"; on "cpu" the CPU backend is installed. local_rank: this process's GPU. Sizes must
+    already be checked (config.checks.check_layout): world size divisible by tp and by ep.
     """
     if device_type == "cpu":
         cpu_backend.install()

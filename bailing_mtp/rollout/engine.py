@@ -49,6 +49,11 @@ class RolloutEngine:
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate`, over all replicas."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory for caches and states that this rank holds now; 0 between rollouts without keep_memory."""
+        return 0 if self._memory is None else self._memory.plan.total_bytes
+
     def generate(
         self,
         prompts: Sequence[Prompt],

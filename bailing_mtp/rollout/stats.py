@@ -58,15 +58,23 @@ class RolloutStats:
 
     def joined(self, add_up: Callable[[Sequence[float]], Sequence[float]]) -> RolloutStats:
         """The counters of all replicas, `add_up` being their element-wise sum over them."""
-        scalars = [getattr(self, name) for name in _SUMMED]
-        lists = [*self.reached, *self.accepted, *self.steps_by_drafts]
-        total = [round(value) for value in add_up([*scalars, *lists])]
+        total = [round(value) for value in add_up(self._counters())]
         joined = RolloutStats(self.depths, started_s=self.started_s, seconds=self.seconds)
         for name, value in zip(_SUMMED, total, strict=False):
             setattr(joined, name, value)
         rest, k = total[len(_SUMMED) :], self.depths
         joined.reached, joined.accepted, joined.steps_by_drafts = rest[:k], rest[k : 2 * k], rest[2 * k :]
         return joined
+
+    def plus(self, other: RolloutStats) -> RolloutStats:
+        """Two rollouts, one after the other."""
+        total = self.joined(lambda mine: [a + b for a, b in zip(mine, other._counters(), strict=True)])
+        total.seconds = self.seconds + other.seconds
+        return total
+
+    def _counters(self) -> list[int]:
+        scalars = [getattr(self, name) for name in _SUMMED]
+        return [*scalars, *self.reached, *self.accepted, *self.steps_by_drafts]
 
     def summary(self) -> dict[str, float | int | list[float | None] | list[int] | None]:
         """As written to <output>.stats.json; a ratio without observations is null."""

@@ -111,13 +111,14 @@ class PretrainObjective:
     def heads(
         self, state: TrainState, batch: TokenBatch, policy_temperature: float = 1.0, with_entropy: bool = False
     ) -> HeadOutputs:
-        """Forward of trunk, MTP layer and heads over one microbatch."""
+        """Forward of trunk, MTP layer and heads over one microbatch; acceptance, too, is at `policy_temperature`."""
         hidden = state.trunk(batch)
         weight_vH = state.trunk_module.head_weight
         options = HeadOptions(
             chunk_tokens=self.chunk_tokens or chunk_tokens_for(weight_vH.shape[0]),
             objective=self.mtp.objective,
             detach_mtp=self.mtp.detach,
+            temperature=policy_temperature,
             policy_temperature=policy_temperature,
             with_entropy=with_entropy,
         )

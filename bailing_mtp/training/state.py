@@ -40,6 +40,8 @@ class TrainState:
     clock: WeightsClock = field(default_factory=WeightsClock)
     """Advances with every optimizer step, so that a stale view of the weights is noticed."""
     step: int = 0
+    frozen_mtp: MtpLayer | None = None
+    """An MTP layer that only drafts: no gradient, no DDP, no optimizer."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -52,7 +54,8 @@ class TrainState:
 
     @property
     def mtp_module(self) -> MtpLayer | None:
-        return None if self.mtp is None else self.mtp.module
+        """The MTP layer, trained or frozen."""
+        return self.frozen_mtp if self.mtp is None else self.mtp.module
 
 
 def build_state(
@@ -61,10 +64,15 @@ def build_state(
     optim: OptimConfig,
     steps: int,
     ddp: DdpOptions = DdpOptions(),
+    trains_mtp: bool = True,
 ) -> TrainState:
     """Wrap filled modules for training. The MTP layer is a DDP chunk of its own, so the trunk's buckets and
-    gradient norm are the same with and without it.
+    gradient norm are the same with and without it. trains_mtp: False freezes it (weight decay, too, would move it).
     """
+    frozen = None if trains_mtp else built.mtp
+    if frozen is not None:
+        frozen.requires_grad_(False)
+        built = BuiltModel(built.trunk, None)
     with context.megatron_scope():
         chunks = [_wrap(module, context, ddp) for module in built.modules]
         optimizer = get_megatron_optimizer(
@@ -72,7 +80,7 @@ def build_state(
         )
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
-    return TrainState(context, chunks[0], mtp, optimizer, scheduler, clip_norm=optim.clip_grad)
+    return TrainState(context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen)
 
 
 def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOptions) -> DistributedDataParallel:

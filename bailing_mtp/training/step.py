@@ -94,7 +94,7 @@ def _global_counts(
         for name, n_sites in objective.count(batch).items():
             local[name] = local.get(name, 0) + n_sites
         local["tokens"] += batch.layout.n_tokens
-        local["padding_tokens"] += sum(n for n, pad in zip(batch.layout.lengths, batch.layout.is_padding) if pad)
+        local["padding_tokens"] += batch.layout.n_padding_tokens
     return dict(zip(local, state.context.sum_over_dp(list(local.values())), strict=True))
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from bailing_mtp.config import ConfigError, PretrainConfig, UserError, build_config
+from bailing_mtp.log import logger
 from recipes.compose import compose
 
 
@@ -89,3 +90,9 @@ def test_hydra_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     composed("experiment=demo")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_librarys_log_lines_are_still_shown_after_composing(caplog: pytest.LogCaptureFixture):
+    composed("experiment=demo")
+    logger.warning("a reward failed")
+    assert "a reward failed" in caplog.text

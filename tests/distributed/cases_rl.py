@@ -14,13 +14,14 @@ from torch import Tensor
 from bailing_mtp.config import MtpConfig, PreferenceConfig, RlConfig
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.contracts.pairs import PairBatch
-from bailing_mtp.contracts.samples import Sample
+from bailing_mtp.contracts.samples import Sample, SamplingParams
 from bailing_mtp.losses.documents import document_sums
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rl.samples import PolicyRow, pack_rows
 from bailing_mtp.training.objective import Objective
 from bailing_mtp.training.policy import PolicyObjective
+from bailing_mtp.training.policy_scores import with_logprobs
 from bailing_mtp.training.preference import DpoObjective, reference_logprobs
 from bailing_mtp.training.scoring import score_batch
 from bailing_mtp.training.state import DdpOptions, build_state
@@ -28,9 +29,11 @@ from bailing_mtp.training.step import accumulate_gradients, train_step
 from bailing_mtp.training.update import finish_gradients
 from tests.distributed import worlds
 from tests.dpo.pairs import pair_batch
+from tests.rollout.engine_rig import all_samples, make_engine, random_prompts
 
 MTP = MtpConfig(loss_scale=0.3, detach=True, objective="soft")
 DPO = DpoObjective(PreferenceConfig(beta=0.2), MTP, chunk_tokens=32)
+GRPO = PolicyObjective(RlConfig(), MTP, 0.8, chunk_tokens=32)
 POLICY = PolicyObjective(RlConfig(loss="gspo", clip_low=0.5, clip_high=0.5), MTP, 0.8, chunk_tokens=32)
 
 
@@ -59,6 +62,24 @@ def policy(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None
     expected = _on_one_process(POLICY, [batch for batches in per_rank for batch in batches])
     with worlds.layout(tp, ep) as context:
         _compare(POLICY, expected, per_rank[context.dp_rank], context)
+
+
+def grpo(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Samples that one process rolled out, on one process and on several: the same step, and ratios of 1 on both."""
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=9, seed=5)
+    with worlds.layout(1, 1) as alone:
+        engine = make_engine(worlds.fixture_model("moe", alone), alone, k=2)
+        groups = engine.generate(random_prompts(3, 512, sampling, seed=3, samples=2))
+    rows = [PolicyRow(sample, 1.0 - 1.5 * sample.sample_index) for sample in all_samples(groups)]
+    per_rank = pack_rows(rows, 40, dist.get_world_size() // tp)
+    expected = _on_one_process(GRPO, [batch for batches in per_rank for batch in batches])
+    assert abs(expected.means["policy/ratio"] - 1) < 1e-4 and expected.means["rollout/logprob_gap"] < 1e-4
+    with worlds.layout(tp, ep) as context:
+        mine = per_rank[context.dp_rank]
+        _compare(GRPO, expected, mine, context)
+        trunk = worlds.fixture_model("moe", context).trunk
+        for batch in with_logprobs(mine, "old_logprob_T", trunk, context, 0.8):
+            torch.testing.assert_close(batch.old_logprob_T, batch.rollout_logprob_T, atol=1e-4, rtol=0)
 
 
 def _plain_references(batches: list[PairBatch]) -> Tensor:

@@ -88,7 +88,9 @@ def whole_tensors(built: BuiltModel, pick: str) -> dict[str, Tensor]:
     return whole
 
 
-def largest_difference(built: BuiltModel, context: ParallelContext, whole: dict[str, Tensor], pick: str) -> tuple[float, str]:
+def largest_difference(
+    built: BuiltModel, context: ParallelContext, whole: dict[str, Tensor], pick: str
+) -> tuple[float, str]:
     """Largest |this rank's shard - the same part of the whole|, and the tensor where it is."""
     worst = (0.0, "")
     for module, maps in maps_of(built, shard_of(context)):

@@ -22,7 +22,9 @@ def context():
     destroy_context()
 
 
-def _score(kind: str, dtype: torch.dtype, kda: str, context: ParallelContext) -> tuple[Scores, TokenBatch, dict[str, Tensor]]:
+def _score(
+    kind: str, dtype: torch.dtype, kda: str, context: ParallelContext
+) -> tuple[Scores, TokenBatch, dict[str, Tensor]]:
     batch, expected = golden_batch(kind)
     built = fixture_model(kind, context, ModelSettings(dtype, dtype, kda=kda))
     for module in built.modules:

@@ -100,7 +100,8 @@ def test_variants_train_every_parameter(change: dict, context):
     batch = _pack(torch.randint(0, arch.vocab_size, (200,), generator=torch.Generator().manual_seed(0)), (120, 80))
     hidden = built.trunk(batch)
     rope = built.trunk.rope(batch.layout.position_ids_T)
-    (mtp,) = built.mtp([built.trunk.embed(batch.token_ahead(1))], hidden, [rope], batch.layout, [batch.layout.padding_T])
+    embedded = built.trunk.embed(batch.token_ahead(1))
+    (mtp,) = built.mtp([embedded], hidden, [rope], batch.layout, [batch.layout.padding_T])
     (torch.sin(hidden @ built.trunk.head_weight.T).sum() + torch.sin(mtp @ built.trunk.head_weight.T).sum()).backward()
     for module in built.modules:
         for name, parameter in module.named_parameters():

@@ -78,6 +78,7 @@ def test_a_reward_is_a_finite_number():
 
 def test_pool_keeps_order_and_survives_bad_samples(caplog: pytest.LogCaptureFixture):
     texts = ["a", "raise", "bb", "hang", "ccc", "exit", "nan", "dddd", "text", "none", "e" * 100_000]
+    caplog.set_level("WARNING", logger="bailing_mtp")
     with RewardPool(f"{OWN}:by_response", n_workers=2, timeout_s=4.0, on_failure=-1.0) as pool:
         found = pool.score([sample(text) for text in texts])
         assert found.values == (1, -1, 2, -1, 3, -1, -1, 4, -1, -1, 100_000)

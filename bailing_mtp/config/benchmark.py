@@ -1,0 +1,43 @@
+"""Settings of the benchmark verb."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .errors import raise_if_any
+from .section import PositiveFloat, PositiveInt
+from .verbs import RunConfig
+
+Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
+
+
+class BenchmarkConfig(RunConfig):
+    """python -m recipes.benchmark"""
+
+    what: Literal["kernels", "decode", "train"]
+    """kernels: each Triton decode kernel against its bytes, and the passes of a decode step."""
+    rows: Sizes = (1, 16, 64, 256)
+    """Sequences of a step."""
+    fed_tokens: Sizes = (1, 3)
+    """Tokens that a step feeds to each sequence: drafts + 1."""
+    context_tokens: PositiveInt = 256
+    """Cached positions of each sequence."""
+    replays: PositiveInt = 12
+    """Timed replays of each CUDA graph; their median is printed."""
+    copy_tb_per_s: PositiveFloat = 4.3
+    """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
+
+    @model_validator(mode="after")
+    def _runs_on_random_weights(self) -> Self:
+        problems = []
+        if self.checkpoint.load is not None:
+            problems.append("checkpoint.load: is not read by what=kernels, whose weights are random; leave it null")
+        for name in ("tp", "ep"):
+            size = getattr(self.parallel, name)
+            if size > 1:
+                problems.append(f"parallel.{name}: {size} is not allowed; what=kernels runs on one GPU; allowed: 1")
+        longest = max(self.fed_tokens)
+        if self.context_tokens < longest:
+            problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
+        raise_if_any(problems)
+        return self

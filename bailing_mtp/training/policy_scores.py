@@ -1,0 +1,52 @@
+"""Tempered log-probabilities of rollout samples under weights that are not being differentiated.
+
+Shapes: T tokens of the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from bailing_mtp.contracts.policy import PolicyBatch
+from bailing_mtp.losses.chunked import chunk_tokens_for
+from bailing_mtp.losses.heads import HeadOptions, head_outputs
+from bailing_mtp.model.trunk import BailingModel
+from bailing_mtp.parallel.context import ParallelContext
+
+Field = Literal["old_logprob_T", "reference_logprob_T"]
+
+
+@torch.no_grad()
+def with_logprobs(
+    batches: Sequence[PolicyBatch], field: Field, trunk: BailingModel, context: ParallelContext, temperature: float
+) -> list[PolicyBatch]:
+    """The batches with `field` filled by `trunk`'s log softmax(logits / temperature), 0 outside responses.
+
+    Computed as the training objective computes its own. Weights and router counts are left as they are. Collective:
+    every rank brings the same number of batches.
+    """
+    was_training = trunk.training
+    trunk.eval()
+    found = [replace(batch, **{field: _token_logprobs(batch, trunk, context, temperature)}) for batch in batches]
+    trunk.train(was_training)
+    return found
+
+
+def _token_logprobs(
+    batch: PolicyBatch, trunk: BailingModel, context: ParallelContext, temperature: float
+) -> Tensor:
+    padded = batch.padded_to(context.tp).to(context.device)
+    hidden = trunk(padded)
+    if context.tp > 1:
+        hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
+    options = HeadOptions(chunk_tokens_for(trunk.head_weight.shape[0]), policy_temperature=temperature)
+    heads = head_outputs(hidden.squeeze(1), (), trunk.head_weight, padded, context.tp_group, options)
+    # A site predicts the next token; the batch keeps values at the token.
+    logprob_T = heads.log_prob_T[: batch.layout.n_tokens].float().cpu().roll(1)
+    return torch.where(batch.loss_mask_T, logprob_T, 0.0)

@@ -1,0 +1,111 @@
+"""What grpo trains: a policy on own rollouts, the prompts they begin with, the weights they are drawn from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bailing_mtp.config import GrpoConfig, RolloutConfig, check_mtp
+from bailing_mtp.contracts.policy import PolicyBatch
+from bailing_mtp.data.prompts import PromptLoader
+from bailing_mtp.data.records import open_records
+from bailing_mtp.data.tokenizer import Tokenizer
+from bailing_mtp.model.build import BuiltModel
+from bailing_mtp.model.trunk import BailingModel
+from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rl.samples import PolicyRow, pack_rows
+from bailing_mtp.training.policy_scores import with_logprobs
+from bailing_mtp.training.state import TrainState, build_state
+from bailing_mtp.weights.view import WeightsView, publish
+
+from .dialogues import open_tokens
+from .prompts import sampling_params
+from .resume import continue_run, shard_of
+from .session import Source, find_source, make_model, require_mtp
+
+
+def find_policy(config: GrpoConfig) -> Source:
+    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer."""
+    source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
+    if config.mtp.loss_scale is None:
+        check_mtp(
+            mtp_layers=int(source.holds_mtp),
+            checkpoint=config.checkpoint.load,
+            speculative_tokens=config.rollout.speculative_tokens,
+        )
+    return source
+
+
+def open_prompts(config: GrpoConfig, source: Source) -> tuple[Tokenizer, PromptLoader]:
+    """The tokenizer, and the prompts that leave room for a response, read by every rank."""
+    data, sampling = config.data, config.sampling
+    tokenizer, chat = open_tokens(data, source)
+    loader = PromptLoader(
+        open_records(data.path, data.bad_lines, config.seed),
+        chat,
+        sampling_params(sampling, config.seed),
+        sampling.samples_per_prompt,
+        data.seq_tokens - sampling.max_new_tokens,
+        config.seed,
+    )
+    return tokenizer, loader
+
+
+def engine_config(config: GrpoConfig, prompts: PromptLoader) -> RolloutConfig:
+    """rollout.*, with room for the longest of all prompts, so that every rollout has the same memory and graphs."""
+    longest = prompts.longest_tokens + config.sampling.max_new_tokens
+    return config.rollout.model_copy(update={"context_tokens": config.rollout.context_tokens or longest})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model in training, its MTP layer (frozen where mtp.loss_scale is null) and the reference model."""
+
+    config: GrpoConfig
+    state: TrainState
+    built: BuiltModel
+    reference: BailingModel | None
+    """The trunk before the first step; only where rl.kl_coef > 0."""
+
+    def publish(self) -> WeightsView:
+        """The weights as they are now; nothing is copied."""
+        state = self.state
+        return publish(self.built.trunk, self.built.mtp, shard_of(state.context), state.clock)
+
+    def minibatches(self, rows: Sequence[PolicyRow]) -> list[list[PolicyBatch]]:
+        """This rank's microbatches of each optimizer step on one rollout, with all log-probabilities that the loss
+        compares with: those of the weights as they are before the first of these steps.
+        """
+        config, context = self.config, self.state.context
+        rl, temperature = config.rl, config.sampling.temperature
+        found = []
+        for first in range(rl.minibatches):
+            # Dealt like cards: every minibatch has samples of every prompt.
+            packs = pack_rows(rows[first :: rl.minibatches], config.train.microbatch_tokens, context.dp)
+            batches = packs[context.dp_rank]
+            if rl.truncate_importance is not None:
+                batches = with_logprobs(batches, "old_logprob_T", self.built.trunk, context, temperature)
+            if self.reference is not None:
+                batches = with_logprobs(batches, "reference_logprob_T", self.reference, context, temperature)
+            found.append(batches)
+        return found
+
+
+def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, prompts: PromptLoader) -> Policy:
+    """The policy at the run's start, or where its last checkpoint left it."""
+    trains_mtp = config.mtp.loss_scale is not None
+    built = make_model(
+        config,
+        source,
+        context,
+        with_mtp=trains_mtp or config.rollout.speculative_tokens > 0,
+        recompute=config.train.recompute,
+        expert_bias_rate=config.optim.expert_bias_rate,
+    )
+    state = build_state(built, context, config.optim, config.train.steps, trains_mtp=trains_mtp)
+    reference = None
+    if config.rl.kl_coef > 0:
+        # Of the run's start, also where the policy itself comes from the run's last checkpoint.
+        reference = make_model(config, find_source(config), context, with_mtp=False).trunk
+        reference.requires_grad_(False)
+    if source.resumes:
+        continue_run(source, state, prompts)
+    return Policy(config, state, built, reference)

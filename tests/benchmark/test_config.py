@@ -1,0 +1,74 @@
+"""What the benchmark accepts, and how it refuses the rest before anything is written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bailing_mtp.config import BenchmarkConfig, ConfigError, check_backends
+from recipes import common
+from recipes.ranks import Ranks
+from tests.benchmark.sizes import config_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_defaults_are_the_real_model_at_four_batch_sizes():
+    config = config_of("what=kernels")
+    assert config.model.name == "ling3_tiny" and config.model.dtype == "bf16"
+    assert (config.rows, config.fed_tokens, config.replays) == ((1, 16, 64, 256), (1, 3), 12)
+    assert config_of("what=kernels", "rows=[2,5]", "fed_tokens=[4]").rows == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "what: is required"),
+        (["what=memory"], "what: 'memory' is not allowed; use one of kernels, decode, train"),
+        (["what=kernels", "rows=[]"], "rows: [] is not allowed"),
+        (["what=kernels", "rows=[4,0]"], "rows.1: 0 is not allowed; must be above 0"),
+        (["what=kernels", "copy_tb_per_s=0"], "copy_tb_per_s: 0 is not allowed"),
+        (["what=kernels", "context_tokens=2"], "context_tokens: 2 must be at least 3, the most of fed_tokens"),
+        (["what=kernels", "parallel.tp=2"], "parallel.tp: 2 is not allowed; what=kernels runs on one GPU"),
+        (["what=kernels", "checkpoint.load=hf"], "checkpoint.load: is not read by what=kernels"),
+        (["what=kernels", "model=checkpoint"], "model.architecture: null needs"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], line: str):
+    with pytest.raises(ConfigError) as caught:
+        config_of(*arguments)
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize("what", ["decode", "train"])
+def test_what_is_not_built_yet_is_refused_by_name(what: str):
+    with pytest.raises(ConfigError) as caught:
+        check_backends(config_of(f"what={what}"), has_gpu=True)
+    assert caught.value.problems == (f"what: '{what}' is not supported by this version; allowed: kernels",)
+
+
+def test_a_gpu_is_all_that_kernels_needs():
+    check_backends(config_of("what=kernels"), has_gpu=True, installed=lambda module: False)
+
+
+def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common, "_has_gpu", lambda: False)
+    run_dir = tmp_path / "run"
+    with pytest.raises(ConfigError, match="^what: 'kernels' needs a CUDA device and there is none here$"):
+        common.prepare(BenchmarkConfig, "benchmark", ["what=kernels", f"run_dir={run_dir}"], Ranks(0, 1, "here"))
+    assert not run_dir.exists()
+
+
+def test_the_command_ends_with_one_line(tmp_path: Path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "recipes.benchmark", "what=kernels", f"run_dir={tmp_path / 'run'}"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr == "error: what: 'kernels' needs a CUDA device and there is none here\n"

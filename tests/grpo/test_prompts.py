@@ -1,0 +1,81 @@
+"""The endless sequence of prompts: every prompt once an epoch, the same after a resume, nothing that cannot fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bailing_mtp.contracts.samples import SamplingParams
+from bailing_mtp.data.chat import PlainFormat
+from bailing_mtp.data.prompts import PromptLoader
+from bailing_mtp.data.records import open_records
+from bailing_mtp.data.tokenizer import Tokenizer, train_tokenizer
+from bailing_mtp.errors import UserError
+
+PARAMS = SamplingParams(max_new_tokens=5)
+LINES = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(6)]
+LINES.append({"messages": [{"role": "user", "content": "hi"}], "answer": None})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["1 + 1 = 2"] * 5, 260)
+
+
+def loader(tmp_path: Path, tokenizer: Tokenizer, lines: list | None = None, **options: object) -> PromptLoader:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (LINES if lines is None else lines)))
+    source = open_records(str(file), options.pop("bad_lines", "fail"))
+    values = {"samples_per_prompt": 3, "most_tokens": 50, "seed": 4} | options
+    return PromptLoader(source, PlainFormat(tokenizer), PARAMS, **values)
+
+
+def texts(prompts: list, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(prompt.prompt_ids) for prompt in prompts]
+
+
+def test_every_prompt_once_an_epoch_in_changing_order(tmp_path: Path, tokenizer: Tokenizer):
+    found = loader(tmp_path, tokenizer)
+    first, second = (texts(found.draw(7), tokenizer) for _ in range(2))
+    expected = [line.get("prompt", "User: hi\nAssistant:") for line in LINES]
+    assert sorted(first) == sorted(second) == sorted(expected) and first != second and first != expected
+    across = found.draw(9)
+    assert [prompt.index for prompt in across] == list(range(9)) and found.rollouts == 3
+    assert all(prompt.samples_per_prompt == 3 and prompt.sampling == PARAMS for prompt in across)
+    for prompt in across:
+        text = tokenizer.decode(prompt.prompt_ids)
+        assert prompt.record["answer"] == (None if "hi" in text else str(int(text[0]) + 1))
+    assert texts(loader(tmp_path, tokenizer, seed=5).draw(7), tokenizer) != first
+
+
+def test_continues_where_it_stood(tmp_path: Path, tokenizer: Tokenizer):
+    whole = loader(tmp_path, tokenizer)
+    whole.draw(5)
+    state = json.loads(json.dumps(whole.state_dict()))
+    rest = loader(tmp_path, tokenizer)
+    rest.load_state_dict(state)
+    assert [rest.draw(4) for _ in range(3)] == [whole.draw(4) for _ in range(3)] and rest.rollouts == 4
+    with pytest.raises(UserError, match="prompts was"):
+        loader(tmp_path, tokenizer, LINES[:3]).load_state_dict(state)
+    with pytest.raises(UserError, match="seed was 4, now 5"):
+        loader(tmp_path, tokenizer, seed=5).load_state_dict(state)
+
+
+def test_what_is_no_prompt_or_too_long(tmp_path: Path, tokenizer: Tokenizer):
+    lines = [*LINES[:2], {"prompt": "9" * 60}, {"answer": "3"}]
+    with pytest.raises(UserError, match=r"prompts.jsonl:4: holds no prompt; allowed: one of prompt, messages"):
+        loader(tmp_path, tokenizer, lines)
+    found = loader(tmp_path, tokenizer, lines, bad_lines="skip")
+    assert (len(found), found.n_too_long, found.n_skipped_lines) == (2, 1, 1)
+    assert found.longest_tokens == len(tokenizer.encode("0 + 1 ="))
+    with pytest.raises(UserError, match="no prompt of at most 3 tokens .2 are longer."):
+        loader(tmp_path, tokenizer, LINES[:2], most_tokens=3)
+
+
+def test_generated_problems_keep_their_entries(tokenizer: Tokenizer):
+    source = open_records("reasoning_gym:chain_sum?documents=3")
+    found = PromptLoader(source, PlainFormat(tokenizer), PARAMS, 2, 500).draw(3)
+    assert {prompt.record["metadata"]["source_dataset"] for prompt in found} == {"chain_sum"}
+    assert all(prompt.record["question"] in tokenizer.decode(prompt.prompt_ids) for prompt in found)
