@@ -47,7 +47,7 @@ def errors(kernels: object, n: int, S: int) -> list[list[object]]:
 
 
 def three_microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    assert len({id(call) for call in calls}) in (1, 24) and len(calls) in (1, 24)
+    assert calls
     return 3e-6
 
 

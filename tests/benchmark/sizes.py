@@ -17,6 +17,8 @@ def architecture(model: str, **changes: object) -> Architecture:
 
 
 SMALLEST = {
+    "num_hidden_layers": 2,
+    "layer_group_size": 2,
     "vocab_size": 500,
     "hidden_size": 32,
     "head_dim": 16,
@@ -30,7 +32,7 @@ SMALLEST = {
     "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16,
 }
-"""Changes to the preset `tiny`: every kind of layer, and head sizes that the kernels take."""
+"""Changes to the preset `tiny`: every kind of mixer and MLP, and head sizes that the kernels take."""
 
 
 def smallest() -> Architecture:
