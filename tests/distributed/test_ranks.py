@@ -15,7 +15,7 @@ from tests.distributed.suite import DONE
 from tests.distributed.worlds import layout, reference
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 540
+LIMIT_S = 1200
 
 
 @pytest.fixture(scope="session")
