@@ -35,6 +35,7 @@ def fine_tune(
     built: BuiltModel,
     splits: Splits,
     objective: Objective,
+    evaluation: Objective | None = None,
 ) -> None:
     """Train to the end, or go on from the run's last checkpoint, and leave the ranks."""
     state = build_state(built, context, config.optim, config.train.steps)
@@ -46,6 +47,6 @@ def fine_tune(
     if source.fresh_mtp:
         tell_fresh_mtp(config, source, context, report)
     checkpoints = RunCheckpoints(config, source, state, splits.train, config.train.steps)
-    train(state, splits.train, objective, config.train, report, splits.valid, checkpoints)
+    train(state, splits.train, objective, config.train, report, splits.valid, checkpoints, evaluation)
     checkpoints.say_how_to_export()
     leave_ranks()

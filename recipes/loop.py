@@ -34,8 +34,12 @@ def train(
     report: Report,
     held_out: HeldOut | None = None,
     checkpoints: Checkpoints | None = None,
+    evaluation: Objective | None = None,
 ) -> None:
-    """Train until `plan.steps`, evaluating on `held_out` every `plan.eval_every` steps and after the last."""
+    """Train until `plan.steps`, evaluating on `held_out` every `plan.eval_every` steps and after the last.
+
+    evaluation: what is evaluated, where that is not the objective itself.
+    """
     while state.step < plan.steps:
         microbatches = batches.next_step()
         result = train_step(state, microbatches, objective)
@@ -46,7 +50,7 @@ def train(
         evaluates = held_out is not None and (is_last or state.step % plan.eval_every == 0)
         if evaluates:
             with report.pace.paused():
-                values |= evaluate(state, held_out, objective, plan.eval_steps)
+                values |= evaluate(state, held_out, evaluation or objective, plan.eval_steps)
         if evaluates or saved or is_last or state.step % plan.log_every == 0:
             report.log(state.step, values | saved)
     report.close()

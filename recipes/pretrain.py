@@ -44,7 +44,8 @@ def main(config: PretrainConfig) -> None:
     if source.fresh_mtp:
         tell_fresh_mtp(config, source, context, report)
     checkpoints = RunCheckpoints(config, source, state, splits.train, config.train.steps)
-    train(state, splits.train, objective, config.train, report, splits.valid, checkpoints)
+    evaluation = PretrainObjective(config.mtp, depths=config.train.eval_depth)
+    train(state, splits.train, objective, config.train, report, splits.valid, checkpoints, evaluation)
     checkpoints.say_how_to_export()
     leave_ranks()
 

@@ -22,7 +22,8 @@ def main(config: SftConfig) -> None:
     )
     splits = open_conversations(config, source, context, microbatches * context.dp)
     built = make_trained_model(config, source, context)
-    fine_tune(config, "sft", source, context, built, splits, PretrainObjective(config.mtp))
+    evaluation = PretrainObjective(config.mtp, depths=config.train.eval_depth)
+    fine_tune(config, "sft", source, context, built, splits, PretrainObjective(config.mtp), evaluation)
 
 
 if __name__ == "__main__":

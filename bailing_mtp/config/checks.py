@@ -100,6 +100,12 @@ def check_mtp_divisor(*, loss_scale: float | None, detach: bool, main_loss: str)
         )
 
 
+def check_eval_depth(eval_depth: int | None, loss_scale: float | None) -> None:
+    """Refuse evaluated MTP depths where no MTP layer is built."""
+    if eval_depth is not None and loss_scale is None:
+        raise_if_any([f"train.eval_depth: {eval_depth} needs an MTP loss; set mtp.loss_scale, or leave it null"])
+
+
 def _no_mtp(checkpoint: str | None) -> str:
     if checkpoint is None:
         return "needs an MTP layer and model.architecture has none; set its num_nextn_predict_layers to 1"

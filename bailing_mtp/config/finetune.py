@@ -4,7 +4,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from .checks import check_mtp_divisor
+from .checks import check_eval_depth, check_mtp_divisor
+from .errors import ConfigError
 from .rollout import PreferenceConfig
 from .training import DialogueDataConfig, MtpConfig, OptimConfig, TrainConfig
 from .verbs import RunConfig, check_lengths
@@ -25,6 +26,7 @@ class SftConfig(RunConfig):
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         check_lengths(self.train, self.optim, self.data.seq_tokens)
+        check_eval_depth(self.train.eval_depth, self.mtp.loss_scale)
         return self
 
 
@@ -50,4 +52,10 @@ class DpoConfig(RunConfig):
     @model_validator(mode="after")
     def _mtp_has_its_own_divisor(self) -> Self:
         check_mtp_divisor(loss_scale=self.mtp.loss_scale, detach=self.mtp.detach, main_loss="dpo")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates_what_it_trains(self) -> Self:
+        if self.train.eval_depth is not None:
+            raise ConfigError(f"train.eval_depth: {self.train.eval_depth} is not supported by dpo; allowed: null")
         return self

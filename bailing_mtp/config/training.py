@@ -115,6 +115,8 @@ class TrainConfig(Section):
     """Steps between two evaluations on held-out documents, with one after the last step; null = none."""
     eval_steps: PositiveInt = 4
     """Steps' worth of held-out tokens per evaluation."""
+    eval_depth: PositiveInt | None = None
+    """MTP depths that evaluations look at; null = those that are trained, mtp.depth."""
 
 
 class PolicyTrainConfig(Section):

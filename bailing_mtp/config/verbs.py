@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from .checks import check_eval_depth
 from .errors import ConfigError
 from .section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
 from .training import (
@@ -78,6 +79,11 @@ class PretrainConfig(RunConfig):
     """Optimizer and schedule."""
     mtp: MtpConfig = MtpConfig()
     """MTP loss."""
+
+    @model_validator(mode="after")
+    def _evaluated_depths_exist(self) -> Self:
+        check_eval_depth(self.train.eval_depth, self.mtp.loss_scale)
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

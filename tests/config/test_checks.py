@@ -13,6 +13,7 @@ from bailing_mtp.config import (
     check_layout,
     check_mtp,
 )
+from bailing_mtp.config.checks import check_eval_depth
 
 SIZES = LayoutSizes(
     num_attention_heads=16,
@@ -131,3 +132,10 @@ def test_defaults_need_nothing_in_any_recipe():
     check_backends(pretrain(), has_gpu=False, installed=lambda module: False)
     score = {"run_dir": "out", "checkpoint": {"load": "hf"}, "input": "a", "output": "b"}
     check_backends(build_config(ScoreConfig, score), has_gpu=False, installed=lambda module: False)
+
+
+def test_evaluated_depths_need_an_mtp_layer():
+    check_eval_depth(3, 0.1)
+    check_eval_depth(None, None)
+    with pytest.raises(ConfigError, match="train.eval_depth: 3 needs an MTP loss"):
+        check_eval_depth(3, None)

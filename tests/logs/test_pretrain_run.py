@@ -16,7 +16,7 @@ ARGUMENTS = (
     "experiment=demo", "parallel.tp=1", "parallel.ep=1", "data.path=reasoning_gym:chain_sum?documents=300",
     "data.seq_tokens=64", "data.vocab_size=300", "model.architecture.vocab_size=300", "train.steps=3",
     "train.tokens_per_step=256", "train.microbatch_tokens=128", "train.eval_every=2", "train.eval_steps=2",
-    "mtp.depth=2",
+    "mtp.depth=2", "train.eval_depth=3",
 )  # fmt: skip
 LINES = (
     r"tokenise: .*", r"step \d/3  lm \d\.\d+  mtp \d\.\d+ \d\.\d+  accept .*  [\d,]+ tokens/s  \w+ left",
@@ -51,7 +51,7 @@ def test_metrics_have_their_fixed_names(finished: tuple[Path, subprocess.Complet
     always = {"train/loss", "train/lm_loss", "train/grad_norm", "train/lr", "train/tokens_per_second"}
     always |= {f"mtp/{name}_depth{depth}" for name in ("loss", "accept", "top1") for depth in (1, 2)}
     held = {"valid/lm_loss"}
-    held |= {f"valid/mtp_{name}_depth{depth}" for name in ("loss", "accept", "top1") for depth in (1, 2)}
+    held |= {f"valid/mtp_{name}_depth{depth}" for name in ("loss", "accept", "top1") for depth in (1, 2, 3)}
     assert all(always <= row.keys() for row in rows)
     assert [held <= row.keys() for row in rows] == [False, True, True]
     assert not held & rows[0].keys() and "train/mfu" not in rows[0]
