@@ -249,3 +249,15 @@ def test_a_session_takes_requests_while_it_runs(small: BuiltModel, alone: Parall
     samples += session.take()
     engine.close()
     assert [s.response_ids for s in sorted(samples, key=lambda s: s.prompt_index)] == expected
+
+
+def test_acceptance_does_not_drift_over_500_requests(small: BuiltModel, alone: ParallelContext):
+    """Eight slots serve 250 requests, then the same ones again from used memory: same tokens, same acceptance."""
+    prompts = random_prompts(250, VOCAB, replace(SAMPLED, max_new_tokens=6))
+    engine = make_engine(small, alone, 2, max_running=8, keep_memory=True)
+    runs = []
+    for _ in range(2):
+        tokens = responses(engine.generate(prompts))
+        runs.append((tokens, engine.stats.accepted, engine.stats.reached, engine.stats.row_steps))
+    assert runs[0] == runs[1] and runs[0][2][0] > 250
+    engine.release()
