@@ -22,6 +22,7 @@ from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
 from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.routes import RouteRecord
 from bailing_mtp.weights.view import DenseWeights, LayerWeights, MoeWeights
 
 Mix = Callable[[Tensor], Tensor]
@@ -75,13 +76,13 @@ class Compute:
     kernels: ModuleType
     experts: ExpertLayout
 
-    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix) -> Tensor:
-        """One pre-norm residual layer: mixer, then MLP."""
+    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix, record: RouteRecord | None = None) -> Tensor:
+        """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
         eps = self.arch.rms_norm_eps
         mixed_RH = self.sum_over_tp(mix(self.kernels.rms_norm(x_RH, weights.input_norm_H, eps)))
         x_RH, normed_RH = self.kernels.add_rms_norm(x_RH, mixed_RH, weights.post_norm_H, eps)
         if isinstance(weights.mlp, MoeWeights):
-            return x_RH + self._moe(weights.mlp, normed_RH)
+            return x_RH + self._moe(weights.mlp, normed_RH, record)
         return x_RH + self.sum_over_tp(self._dense(weights.mlp, normed_RH))
 
     def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class Compute:
         gate_RF, up_RF = F.linear(x_RH, weights.gate_up_2FH).chunk(2, dim=-1)
         return F.linear(self.kernels.swiglu(gate_RF, up_RF, weights.limit), weights.down_HF)
 
-    def _moe(self, weights: MoeWeights, x_RH: Tensor) -> Tensor:
+    def _moe(self, weights: MoeWeights, x_RH: Tensor, record: RouteRecord | None) -> Tensor:
         arch, layout = self.arch, self.experts
         rows_GH = self._gather(x_RH)
         ids_Gk, weights_Gk = self.kernels.route(
@@ -119,6 +120,8 @@ class Compute:
             arch.experts_per_token,
             arch.routed_scaling_factor,
         )
+        if record is not None:
+            record.add(ids_Gk.unflatten(0, (layout.replicas, -1))[layout.replica])
         y_GH = self.kernels.experts(
             rows_GH,
             ids_Gk,

@@ -40,11 +40,13 @@ class RolloutEngine:
         config: RolloutConfig,
         tokenizer: TextTokenizer | None = None,
         drafter: Drafter | None = None,
+        records_routes: bool = False,
     ) -> None:
         """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
-        end-of-text ids, and finds stop strings."""
+        end-of-text ids, and finds stop strings. records_routes: samples bring the experts of their tokens."""
         self._view_source, self._context, self._config = view_source, context, config
         self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
+        self._records_routes = records_routes
         self._memory: RolloutMemory | None = None
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate`, over all replicas."""
@@ -108,7 +110,7 @@ class RolloutEngine:
             config.prefill_tokens,
             config.speculative_tokens,
         )
-        program = Program(view, memory, context)
+        program = Program(view, memory, context, records_routes=self._records_routes)
         runner = Runner(program, memory, self._drafter, rollout_step, context.tp_group)
         return RolloutSession(runner, scheduler, context, limits, self._tokenizer, config.speculative_tokens)
 

@@ -1,6 +1,6 @@
 """Carries out the scheduler's plans on the device: events, prefills, first tokens, decode steps.
 
-Shapes: T tokens of a prefill, m starting rows, n decoding rows, H hidden size.
+Shapes: T tokens of a prefill, m starting rows, n decoding rows, H hidden size, L expert layers, k experts per token.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from bailing_mtp.rollout.draft import Drafter, StepRows
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, Segment
 from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.routes import RouteLog
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Row
 from bailing_mtp.rollout.step import StepOutput, decode_step, first_step
 
@@ -33,6 +35,8 @@ class RowResult:
     raw: list[float]
     processed: list[float]
     kept_logmass: list[float]
+    routes: np.ndarray | None = None
+    """[n_accepted + 1, L, k], of the tokens that the step committed; None where nothing is recorded."""
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Runner:
     drafter: Drafter
     rollout_step: int
     group: ProcessGroup
+    routes: RouteLog = field(default_factory=RouteLog)
+    """Of the tokens in the caches; stays empty where nothing is recorded."""
     _hidden: dict[Row | Group, Tensor] = field(default_factory=dict)
 
     def apply(self, events: Sequence[Event]) -> None:
@@ -61,10 +67,12 @@ class Runner:
         self.memory.assign_blocks(fork.slot, 0, list(fork.blocks))
         if fork.copied is not None:
             self.memory.copy_block(*fork.copied)
+        self.routes.forked(fork.row, fork.group)
 
     def forget(self) -> None:
-        """Drop hidden states of sequences that hold no slot any more."""
+        """Drop hidden states and routes of sequences that hold no slot any more."""
         self._hidden = {owner: h for owner, h in self._hidden.items() if owner.slot is not None}
+        self.routes.forget()
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[Chunk], padded_tokens: int) -> None:
@@ -83,7 +91,10 @@ class Runner:
         segments += self._padding(padding)
         device = self.memory.device
         plan = PrefillPlan.build(segments, device)
-        hidden_TH = self.program.prefill(plan, torch.tensor(ids + [0] * padding, device=device))
+        record = self.program.new_record()
+        hidden_TH = self.program.prefill(plan, torch.tensor(ids + [0] * padding, device=device), record)
+        if record is not None:
+            self.routes.prefilled(chunks, record.routes())
         if self.memory.plan.speculative_tokens:
             next_T = torch.tensor(next_ids + [0] * padding, device=device)
             known_T = torch.tensor(known + [False] * padding, device=device)
@@ -139,7 +150,7 @@ def _tokens(sequence: Row | Group) -> list[int]:
 
 
 def _to_host(output: StepOutput, n_rows: int) -> list[RowResult]:
-    """The first `n_rows` rows, in two transfers."""
+    """The first `n_rows` rows, in two transfers, and a third where routes are recorded."""
     columns = output.tokens_nS.shape[1]
     whole = torch.cat(
         [
@@ -149,14 +160,17 @@ def _to_host(output: StepOutput, n_rows: int) -> list[RowResult]:
         dim=1,
     )
     log_probs = torch.stack(list(output.log_probs), 1)
+    routes = None if output.routes_nSLe is None else output.routes_nSLe[:n_rows].cpu().numpy()
     results = []
-    for numbers, (raw, processed, mass) in zip(
-        whole[:n_rows].tolist(), log_probs[:n_rows].tolist(), strict=True
+    for row, (numbers, (raw, processed, mass)) in enumerate(
+        zip(whole[:n_rows].tolist(), log_probs[:n_rows].tolist(), strict=True)
     ):
         kept, n_accepted, state, error = numbers[columns:]
+        # A copy, so that no row keeps the rejected tokens of all rows alive.
+        committed = None if routes is None else routes[row, : n_accepted + 1].copy()
         results.append(
             RowResult(
-                numbers[:kept], n_accepted, state, bool(error), raw[:kept], processed[:kept], mass[:kept]
+                numbers[:kept], n_accepted, state, bool(error), raw[:kept], processed[:kept], mass[:kept], committed
             )
         )
     return results

@@ -149,10 +149,10 @@ def test_joint_mtp_is_allowed_beside_a_token_loss():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    rl = {"oversample": 1.5, "routing_replay": True}
+    rl = {"oversample": 1.5}
     config = build_config(GrpoConfig, BASE | {"rl": rl, "rollout": {"adaptive": True}})
     with pytest.raises(ConfigError) as caught:
         check_backends(config, has_gpu=True, installed=lambda module: True)
     assert sorted(problem.partition(" is ")[0] for problem in caught.value.problems) == [
-        "rl.oversample: 1.5", "rl.routing_replay: true", "rollout.adaptive: true",
+        "rl.oversample: 1.5", "rollout.adaptive: true",
     ]  # fmt: skip
