@@ -142,6 +142,10 @@ def test_what_cannot_be_trained_is_refused(changes: dict, message: str):
         build_config(GrpoConfig, BASE | changes)
 
 
+def test_routing_replay_needs_nothing():
+    check_backends(build_config(GrpoConfig, BASE | {"rl": {"routing_replay": True}}), has_gpu=False)
+
+
 def test_joint_mtp_is_allowed_beside_a_token_loss():
     config = build_config(GrpoConfig, BASE | {"mtp": {"loss_scale": 0.1}})
     assert config.rl == RlConfig() and config.mtp == MtpConfig(loss_scale=0.1)

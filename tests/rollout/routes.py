@@ -20,6 +20,12 @@ def routers(module: torch.nn.Module) -> list[GroupLimitedRouter]:
     return [part for part in module.modules() if isinstance(part, GroupLimitedRouter)]
 
 
+def random_routes(shape: tuple[int, ...], num_experts: int) -> torch.Tensor:
+    """int16 [T, L, k]: distinct experts, without regard to groups."""
+    noise = torch.rand((*shape[:-1], num_experts), generator=torch.Generator().manual_seed(7))
+    return noise.argsort(-1)[..., : shape[-1]].to(torch.int16)
+
+
 def trained_routes(built: BuiltModel, context: ParallelContext, sample: Sample) -> np.ndarray:
     """Expert ids [T, L, k], ascending, of one forward pass over prompt and response."""
     maps_TE: list[torch.Tensor] = []
