@@ -29,9 +29,11 @@ def random_routes(shape: tuple[int, ...], num_experts: int) -> torch.Tensor:
 def trained_routes(built: BuiltModel, context: ParallelContext, sample: Sample) -> np.ndarray:
     """Expert ids [T, L, k], ascending, of one forward pass over prompt and response."""
     maps_TE: list[torch.Tensor] = []
-    hooks = [
-        router.register_forward_hook(lambda module, args, out: maps_TE.append(out[1])) for router in routers(built.trunk)
-    ]
+
+    def keep(router: GroupLimitedRouter, args: tuple, out: tuple) -> None:
+        maps_TE.append(out[1])
+
+    hooks = [router.register_forward_hook(keep) for router in routers(built.trunk)]
     scored(BuiltModel(built.trunk, None), context, sample)
     for hook in hooks:
         hook.remove()
