@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bailing_mtp.kernels.triton import sampling
-from bailing_mtp.rollout import noise
+from bailing_mtp.kernels.reference import noise
 
 from .bench_case import TOLERANCE, Call, Case, Draw, Workload, differing_rows, worst_error
 

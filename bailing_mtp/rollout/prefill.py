@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bailing_mtp.rollout.transfer import to_device
+
 
 class Segment(NamedTuple):
     """`length` consecutive tokens of a sequence, the first at position `start`; what is before is prefilled."""
@@ -64,8 +66,8 @@ class PrefillPlan:
             "key_slot_X": slots_s.repeat_interleave(torch.tensor(ends)),
             "key_position_X": positions([0] * len(ends), ends),
         }
-        continues_s = (torch.tensor(starts) > 0).to(device) if any(starts) else None
-        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        continues_s = to_device(torch.tensor(starts) > 0, device) if any(starts) else None
+        on_device = {name: to_device(tensor, device) for name, tensor in tensors.items()}
         return PrefillPlan(segments=found, continues_s=continues_s, **on_device)
 
     @property

@@ -8,14 +8,17 @@ from bailing_mtp.kernels.triton.latents import apply_rope, write_latents
 from bailing_mtp.kernels.triton.mla_verify import mla_verify
 from bailing_mtp.kernels.triton.norm import add_rms_norm, rms_norm
 from bailing_mtp.kernels.triton.router import route
+from bailing_mtp.kernels.triton.sampling import draw, log_sum_exps
 from bailing_mtp.kernels.triton.swiglu import swiglu
 
 __all__ = [
     "KdaLayerMemory",
     "add_rms_norm",
     "apply_rope",
+    "draw",
     "experts",
     "kda_verify",
+    "log_sum_exps",
     "mla_verify",
     "rms_norm",
     "rope_table",

@@ -1,0 +1,40 @@
+"""Between host and device without waiting: values go out through pinned memory, results come back behind an event.
+
+On a CPU both are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Host values on the device; the copy is queued, nothing waits for it."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    # The allocator of pinned memory keeps a block until the copies that read it are done.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Pending:
+    """Device values on their way to the host; the source may change as soon as this is made."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host = values.clone()
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
