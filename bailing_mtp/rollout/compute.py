@@ -68,12 +68,15 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Compute:
-    """The layer arithmetic of one rank. `kernels`: a module such as kernels.reference.decode."""
+    """The layer arithmetic of one rank. `kernels`: a module such as kernels.reference.decode; `run_experts`: its
+    `experts`, or another function like it.
+    """
 
     arch: Architecture
     context: ParallelContext
     kernels: ModuleType
     experts: ExpertLayout
+    run_experts: Callable[..., Tensor]
 
     def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix) -> Tensor:
         """One pre-norm residual layer: mixer, then MLP."""
@@ -119,7 +122,7 @@ class Compute:
             arch.experts_per_token,
             arch.routed_scaling_factor,
         )
-        y_GH = self.kernels.experts(
+        y_GH = self.run_experts(
             rows_GH,
             ids_Gk,
             weights_Gk,

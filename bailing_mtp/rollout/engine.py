@@ -17,6 +17,7 @@ from bailing_mtp.errors import UserError
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
+from bailing_mtp.rollout.prefill import prefill_kernels
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.requests import Limits, TextTokenizer, check_prompt, stop_ids_of
 from bailing_mtp.rollout.runner import Runner
@@ -108,7 +109,8 @@ class RolloutEngine:
             config.prefill_tokens,
             config.speculative_tokens,
         )
-        program = Program(view, memory, context)
+        prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
+        program = Program(view, memory, context, prefill_kernels=prefills)
         runner = Runner(program, memory, self._drafter, rollout_step, context.tp_group)
         return RolloutSession(runner, scheduler, context, limits, self._tokenizer, config.speculative_tokens)
 

@@ -16,7 +16,7 @@ from bailing_mtp.rollout.distribution import Group as ProcessGroup
 from bailing_mtp.rollout.distribution import StepRules
 from bailing_mtp.rollout.draft import Drafter, StepRows
 from bailing_mtp.rollout.memory import RolloutMemory
-from bailing_mtp.rollout.prefill import PrefillPlan, Segment
+from bailing_mtp.rollout.prefill import PrefillPlan, Segment, on_device
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Row
 from bailing_mtp.rollout.step import StepOutput, decode_step, first_step
@@ -83,11 +83,11 @@ class Runner:
         segments += self._padding(padding)
         device = self.memory.device
         plan = PrefillPlan.build(segments, device)
-        hidden_TH = self.program.prefill(plan, torch.tensor(ids + [0] * padding, device=device))
+        rows = {"ids": ids, "next_ids": next_ids, "known": [int(is_known) for is_known in known]}
+        there = on_device({name: torch.tensor(row + [0] * padding) for name, row in rows.items()}, device)
+        hidden_TH = self.program.prefill(plan, there["ids"])
         if self.memory.plan.speculative_tokens:
-            next_T = torch.tensor(next_ids + [0] * padding, device=device)
-            known_T = torch.tensor(known + [False] * padding, device=device)
-            self.program.mtp_prefill(plan, next_T, hidden_TH, known_T)
+            self.program.mtp_prefill(plan, there["next_ids"], hidden_TH, there["known"].bool())
         end = 0
         for chunk in chunks:
             end += chunk.length
