@@ -84,7 +84,7 @@ class Program:
         slots.position[plan.slots_s] = plan.ends_s.to(torch.int32)
         slots.count.index_fill_(0, plan.slots_s, 0)
         slots.parity.index_fill_(0, plan.slots_s, 0)
-        slots.position[memory.scratch_slot] = 0
+        slots.position[memory.scratch_slot].zero_()
         return hidden_TH
 
     def mtp_prefill(
