@@ -154,7 +154,8 @@ def _tokens(n: int, vocabulary: int) -> Tensor:
 def _rounds(vocabulary: int) -> list[list[tuple[int, int, Tensor]]]:
     """Packs over three sequences: odd lengths, prefixes beside fresh prompts, one token alone, a long one."""
     a, b, c = (_tokens(n, vocabulary) for n in (1501, 333, 130))
-    return [[(3, 0, a[:700]), (0, 0, b[:1]), (2, 0, c[:65])], [(0, 1, b), (3, 700, a[:1400]), (2, 65, c)], [(3, 1400, a)]]
+    fresh = [(3, 0, a[:700]), (0, 0, b[:1]), (2, 0, c[:65])]
+    return [fresh, [(0, 1, b), (3, 700, a[:1400]), (2, 65, c)], [(3, 1400, a)]]
 
 
 @pytest.mark.parametrize("name", ["tiny", "ling3_tiny"])
