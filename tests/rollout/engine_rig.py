@@ -42,7 +42,7 @@ def make_engine(
         RolloutConfig(speculative_tokens=k, **settings),
         tokenizer,
         drafter,
-        records_routes,
+        records_routes=records_routes,
     )
 
 

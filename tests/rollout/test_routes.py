@@ -13,7 +13,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.requests import Limits
-from bailing_mtp.rollout.routes import RouteLog, RouteRecord
+from bailing_mtp.rollout.routes import RouteFormat, RouteLog, RouteRecord, pack_routes
 from bailing_mtp.rollout.sequences import Chunk, Group, Row
 from tests.rollout.drafters import ScriptedDrafter
 from tests.rollout.engine_rig import all_samples, make_engine, random_prompts
@@ -117,13 +117,24 @@ def test_records_take_no_rollout_memory(small: BuiltModel, alone: ParallelContex
     assert plans[0] == plans[-1]
 
 
-def test_ids_of_more_than_256_experts():
-    for num_experts, dtype in ((256, torch.uint8), (257, torch.int16)):
-        record = RouteRecord(num_experts)
-        for layer in range(2):
-            record.add(torch.tensor([[0, num_experts - 1], [layer, 5]]))
-        assert record.routes().dtype == dtype
-        assert record.routes().tolist() == [[[0, num_experts - 1]] * 2, [[0, 5], [1, 5]]]
+@pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
+@pytest.mark.parametrize("S", [1, 3])
+def test_records_pass_through_the_words_of_a_step(
+    small: BuiltModel, num_experts: int, dtype: torch.dtype, S: int
+):
+    """Two rows, three layers, one expert a token: bytes that do not fill the last word."""
+    arch = replace(small.trunk.arch, num_experts=num_experts, experts_per_token=1, num_layers=4, first_k_dense=1)
+    format, record = RouteFormat.of(arch), RouteRecord(dtype)
+    ids_LRk = (torch.arange(3 * 2 * S).view(3, 2 * S, 1) * 37 + 5) % num_experts
+    ids_LRk[0, 0] = num_experts - 1
+    for ids_Rk in ids_LRk:
+        record.add(ids_Rk)
+    routes_nSLk = record.routes().unflatten(0, (2, S))
+    assert format == (3, 1, dtype) and routes_nSLk.dtype == dtype
+    words_nW = pack_routes(routes_nSLk)
+    assert words_nW.shape == (2, format.words(S)) and words_nW.dtype == torch.int32
+    found = format.unpack(words_nW, S)
+    np.testing.assert_array_equal(found, ids_LRk.transpose(0, 1).unflatten(0, (2, S)).numpy())
 
 
 def test_a_sequence_that_begins_again_forgets_what_it_had():
