@@ -45,6 +45,7 @@ OPTIONS = (
         install="pip install fla-core==0.6.0",
         needs_gpu=True,
     ),
+    Option(path="model.kernels", value="triton", instead="torch", needs_gpu=True),
     Option(
         path="model.backend",
         value="te",
