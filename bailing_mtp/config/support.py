@@ -62,7 +62,6 @@ OPTIONS = (
         module="flash_attn",
         install="pip install --no-build-isolation flash-attn",
         needs_gpu=True,
-        supported=False,
     ),
     Option(
         path="optim.fused",
@@ -82,7 +81,7 @@ OPTIONS = (
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", instead="kernels", supported=False),
-    Option(path="what", value="train", instead="kernels", supported=False),
+    Option(path="what", value="train", needs_gpu=True),
     Option(path="rl.routing_replay", value=True, instead="false", supported=False),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )

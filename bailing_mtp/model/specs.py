@@ -21,8 +21,15 @@ from bailing_mtp.model.moe import LocalMoeLayer
 from bailing_mtp.model.router import GroupLimitedRouter
 from bailing_mtp.model.settings import ModelSettings
 
+ATTENTION_KERNELS = {"sdpa": "bailing_mtp.kernels.attention", "flash": "bailing_mtp.kernels.flash"}
 ELEMENTWISE_KERNELS = {"torch": "bailing_mtp.kernels.reference.train", "triton": "bailing_mtp.kernels.triton.train"}
+HEAD_KERNELS = "bailing_mtp.kernels.triton.head"
 KDA_KERNELS = {"torch": "bailing_mtp.kernels.reference.kda", "fla": "bailing_mtp.kernels.kda"}
+
+
+def head_kernels(settings: ModelSettings) -> ModuleType | None:
+    """One-pass kernels over the head's logits, None for compositions of torch's functions."""
+    return None if settings.kernels == "torch" else importlib.import_module(HEAD_KERNELS)
 
 
 def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockSubmodules:
@@ -48,7 +55,8 @@ def layer_submodules(plan: LayerPlan, arch: Architecture, settings: ModelSetting
 
 def _mixer(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> ModuleSpec:
     if plan.mixer == "mla":
-        return ModuleSpec(module=GatedMla, params={"arch": arch})
+        attention = importlib.import_module(ATTENTION_KERNELS[settings.attention])
+        return ModuleSpec(module=GatedMla, params={"arch": arch, "kernels": attention})
     params = {
         "arch": arch,
         "kernels": importlib.import_module(KDA_KERNELS[settings.kda]),

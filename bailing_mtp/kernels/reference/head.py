@@ -49,7 +49,7 @@ def target_grad(
 ) -> Tensor:
     """Gradient for the logits of grad * (log-softmax of scale * logits at the target); [t, v] in `dtype`."""
     v = logits_tv.shape[-1]
-    hit_tv = torch.arange(v, device=logits_tv.device) == target_t.unsqueeze(-1)
+    hit_tv = (torch.arange(v, device=logits_tv.device) == target_t.unsqueeze(-1)).float()
     prob_tv = (logits_tv * scale - lse_t.unsqueeze(-1)).exp()
     return ((hit_tv - prob_tv) * (scale * grad_t).unsqueeze(-1)).to(dtype)
 
