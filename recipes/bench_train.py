@@ -20,10 +20,6 @@ from .session import Source, model_settings
 
 BYTES_PER_PARAMETER = 18
 """bf16 weight, fp32 gradient, fp32 master weight and two fp32 moments."""
-HEADING = (
-    f"{'mtp':<18} {'recompute':<10} {'tokens':>6} {'step ms':>8} {'fwd+bwd':>8} {'tokens/s':>9} {'TFLOP/s':>8} "
-    f"{'MFU':>6} {'peak GiB':>8} {'loss':>7}"
-)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,21 @@ from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.step import train_step
 
 from .bench_figures import write_json
-from .bench_train import HEADING, Arm, Figure, arms, cut_to_memory, make_state, measure_arm, pack, passes, timed
+from .bench_train import Arm, Figure, arms, cut_to_memory, make_state, measure_arm, pack, passes, timed
 from .bench_train_parts import head_seconds, kernel_table, part_seconds
+from .kernel_settings import prepare_kernels
 from .session import leave_ranks
+
+HEADING = (
+    f"{'mtp':<18} {'recompute':<10} {'tokens':>6} {'step ms':>8} {'fwd+bwd':>8} {'tokens/s':>9} {'TFLOP/s':>8} "
+    f"{'MFU':>6} {'peak GiB':>8} {'loss':>7}"
+)
 
 
 def run_train(config: BenchmarkConfig, about: dict[str, Any], target: Path) -> None:
     """Measure, print each figure as it comes, and keep `target` complete after each."""
     context = build_context(1, 1, config.seed, "cuda")
+    prepare_kernels(config, context)
     whole = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
     memory_bytes = torch.cuda.get_device_properties(context.device).total_memory
     arch = cut_to_memory(config, whole, context, memory_bytes)
