@@ -74,12 +74,19 @@ def write_figures(
     for failure in failed:
         # JSON has no number for it.
         failure["error"] = failure["error"] if math.isfinite(failure["error"]) else None
-    content = {
-        **about,
-        "kernels": [asdict(result) for result in kernels if isinstance(result, KernelFigure)],
-        "failed": failed,
-        "passes": [asdict(figure) for figure in passes],
-    }
+    write_json(
+        path,
+        {
+            **about,
+            "kernels": [asdict(result) for result in kernels if isinstance(result, KernelFigure)],
+            "failed": failed,
+            "passes": [asdict(figure) for figure in passes],
+        },
+    )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Appears whole or not at all."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.rename(path)
