@@ -80,7 +80,7 @@ OPTIONS = (
     Option(path="rollout.adaptive", value=True, instead="false", supported=False),
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
-    Option(path="what", value="decode", instead="kernels", supported=False),
+    Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )

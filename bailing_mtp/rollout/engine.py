@@ -52,15 +52,17 @@ class RolloutEngine:
         tell: Callable[[str], None] = logger.info,
         make_capturer: Callable[[torch.device], Capturer] = CudaCapturer,
         records_routes: bool = False,
+        kernels: ModuleType | None = None,
     ) -> None:
         """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
         end-of-text ids, and finds stop strings. tell: gets a line for each wait at the start, such as captures.
-        records_routes: samples bring the experts of their tokens. Collective."""
+        records_routes: samples bring the experts of their tokens. kernels: decode kernels in place of those that the
+        config names. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
         self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
         self._tell, self._make_capturer = tell, make_capturer
         self._records_routes = records_routes
-        self._kernels = _decode_kernels(config.kernels)
+        self._kernels = kernels or _decode_kernels(config.kernels)
         self._lockstep = Lockstep(context)
         self._memory: RolloutMemory | None = None
         self._steps: DecodeSteps | None = None
@@ -75,6 +77,11 @@ class RolloutEngine:
             return 0
         graphs = self._steps.graphs
         return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the memory held now: bytes of one running row without its latents; 0 where none is held."""
+        return 0 if self._memory is None else self._memory.plan.slot_bytes
 
     def generate(
         self,
