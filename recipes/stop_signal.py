@@ -48,14 +48,15 @@ class StopSignal:
 
     def leave(self, step: int, steps: int) -> NoReturn:
         """Say why, wait for all ranks, end with EXIT_STOPPED. Collective; the checkpoint is already written."""
+        from .session import leave_ranks
+
         self._leaves = True
         if self._context.is_writer:
             name = signal.Signals(self._received).name
             print(f"stopped by {name} after step {step}/{steps}; the same run_dir goes on from there", flush=True)
         # The first exit can get the others killed, and the writing rank may still have files to end.
         self._context.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_ranks()
         raise SystemExit(EXIT_STOPPED)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "tests" / "slurm" / "run.sh", ROOT / ".ci" / "run"]
 
 
 def program(path: Path, body: str) -> Path:

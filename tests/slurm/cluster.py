@@ -1,7 +1,7 @@
 """A SLURM cluster of virtual nodes on this host: own daemons, own sockets and ports, gone afterwards.
 
-Needs root and Debian's slurmctld, slurmd, slurm-client and munge. Each node pretends to have 8 GPUs and 64 cores, so the
-shipped batch script runs unchanged; its two partitions differ in priority, and `high` preempts `low`.
+Needs root and Debian's slurmctld, slurmd, slurm-client and munge. Each node pretends to have 8 GPUs and 64 cores, so
+the shipped batch script runs unchanged. Of the two partitions `high` preempts `low`.
 """
 
 import os
@@ -119,7 +119,9 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def states(self) -> dict[str, str]:
-        return dict(line.split() for line in self.run("sinfo", "-hN", "-p", "low", "-o", "%N %t", check=False).splitlines())
+        """Short state of each node."""
+        said = self.run("sinfo", "-hN", "-p", "low", "-o", "%N %t", check=False)
+        return dict(line.split() for line in said.splitlines())
 
     def wait_state(self, job: str, state: str, limit_s: float) -> dict[str, str]:
         """The job, once it is in `state` for good or has got that far."""
@@ -152,9 +154,9 @@ class Cluster:
         key.chmod(0o600)
 
     def _munged(self) -> list[str]:
-        files = {"socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "munge.seed"}
-        options = [f"--{name}={self.base}/{file}" for name, file in files.items()]
-        return ["munged", "--foreground", "--force", f"--key-file={self.base}/munge.key", *options]
+        kinds = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = [f"--{option}={self.base}/munge.{kind}" for option, kind in kinds.items()]
+        return ["munged", "--foreground", "--force", *files]
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         path = shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")

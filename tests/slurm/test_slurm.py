@@ -1,4 +1,4 @@
-"""The shipped batch script on a real SLURM of two virtual nodes: python -m pytest -m slurm tests/slurm (make test-slurm)"""
+"""The shipped batch script on a real SLURM of two virtual nodes: make test-slurm."""
 
 import json
 import os
