@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch with stand-ins for SLURM's programs: where ranks meet, and when a job is put back in the queue."""
+"""launch/slurm.sbatch with stand-ins for SLURM's programs: where ranks meet, and who goes back into the queue."""
 
 import os
 import shutil

@@ -140,6 +140,11 @@ class Cluster:
                 _kill(process)
         self._daemons[node].wait(timeout=COMMAND_LIMIT_S)
 
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train, of all jobs."""
+        found = [process for process in self._of_this_cluster() if _variable(process, "LOCAL_RANK")]
+        return [process for process in found if "recipes." in " ".join(process.cmdline())]
+
     def _configure(self) -> None:
         for folder in ("state", "dev", *(f"spool/{node}" for node in NODES)):
             (self.base / folder).mkdir(parents=True)

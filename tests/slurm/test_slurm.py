@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.sinks import run_id
+from tests.logs.wandb_file import read_offline_run
 from tests.slurm.cluster import Cluster, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +22,9 @@ OVERRIDES = (
     "model=tiny", "data.seq_tokens=64", "data.vocab_size=300", "train.tokens_per_step=512", "mtp.loss_scale=0.3",
     "train.microbatch_tokens=128", "model.architecture.vocab_size=512", "train.log_every=1", "log.wandb=offline",
 )  # fmt: skip
-STEPS = 40
+STEPS = 24
 JOB_LIMIT_S = 150.0
+OWN_OF_WANDB = {"train/step", "_step", "_runtime", "_timestamp"}
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -89,17 +92,32 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{first_stop}"]
 
     at_step(job, first_stop + 1)
-    # The warning is due 50 s before the limit, hence at once.
+    # The warning is due 50 s before the limit, hence at once; SLURM looks every 30 s, and the ranks must not be done.
+    ranks = cluster.ranks()
+    for rank in ranks:
+        rank.suspend()
     cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1")
+    wait_for(lambda: cluster.output(job).count("asked to stop") == 2, 90, "warning", lambda: cluster.output(job))
+    for rank in ranks:
+        rank.resume()
     at_start(job, 4)
     second_stop = steps_done(run_dir)
-    assert first_stop < second_stop < STEPS
+    assert len(ranks) == 2 and first_stop < second_stop < STEPS
     cluster.run("scontrol", "update", f"jobid={job}", "timelimit=60")
     ended = cluster.wait_state(job, "COMPLETED", JOB_LIMIT_S)
     assert ended["ExitCode"] == "0:0" and ended["Restarts"] == "3"
     text = cluster.output(job)
     assert text.count("the same run_dir goes on from there") == text.count("requeue: job") == 2
     assert f"continues after step {first_stop} of" in text and f"continues after step {second_stop} of" in text
+
+    # Each start that was stopped, and the last, kept its own steps for Weights & Biases; the crashed one may have none.
+    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
+    runs = [read_offline_run(file) for file in files[-3:]]
+    rows = [row for run in runs for row in run.history]
+    assert {run.run_id for run in runs} == {run_id(run_dir)} and all(run.is_complete for run in runs)
+    assert [row["train/step"] for row in rows] == [row["_step"] for row in rows] == list(range(1, STEPS + 1))
+    names = {key for line in (run_dir / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert names - {"step"} == {key for row in rows for key in row} - OWN_OF_WANDB
 
     whole = submit(cluster, straight, *common)
     cluster.wait_state(whole, "COMPLETED", JOB_LIMIT_S)
