@@ -45,8 +45,10 @@ class Relay:
 
 
 def launch(arguments: list[str]) -> int:
-    """Launch as torchrun does; returns the exit code of the rank that failed first, 0 if none did, STOPPED (75) if
-    the run can go on from where it was stopped.
+    """Launch as torchrun does; returns the exit code of the rank that failed first, 0 if none did.
+
+    STOPPED (75) is the ranks' own word that they stopped with a checkpoint. Ranks that a signal ended before their
+    first step give 128 + its number.
     """
     # The launcher's own lines only repeat that a rank ended, and that it ended the others.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -55,14 +57,14 @@ def launch(arguments: list[str]) -> int:
         # The signals that torchrun keeps; its default has SIGTERM and SIGINT too.
         main(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except SignalException as error:
-        return STOPPED if error.sigval in SIGNALS else 128 + error.sigval
+        return 128 + error.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
             return failure.exitcode
         if relay.asked and failure.exitcode == -signal.SIGTERM:
-            print(f"stopped by {signal.Signals(relay.asked).name} before the first step", file=sys.stderr)
-            return STOPPED
+            print(f"ended by {signal.Signals(relay.asked).name} before the first step", file=sys.stderr)
+            return 128 + relay.asked
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {rank} ({socket.gethostname()}) was ended by {name}", file=sys.stderr)
         return 1

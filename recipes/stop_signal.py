@@ -23,7 +23,7 @@ class StopSignal:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._received = 0
+        self._received = self._agreed = 0
         self._previous: dict[int, Any] = {}
         self._leaves = False
 
@@ -40,11 +40,13 @@ class StopSignal:
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. Collective: every rank calls it once a step, and all hear the same."""
+        # Not written back to what was received: a signal may arrive at any line.
+        self._agreed = self._received
         if self._context.world_size > 1:
-            asked = torch.tensor([self._received], device=self._context.device)
+            asked = torch.tensor([self._agreed], device=self._context.device)
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-            self._received = int(asked.item())
-        return self._received > 0
+            self._agreed = int(asked.item())
+        return self._agreed > 0
 
     def leave(self, step: int, steps: int) -> NoReturn:
         """Say why, wait for all ranks, end with EXIT_STOPPED. Collective; the checkpoint is already written."""
@@ -52,7 +54,7 @@ class StopSignal:
 
         self._leaves = True
         if self._context.is_writer:
-            name = signal.Signals(self._received).name
+            name = signal.Signals(self._agreed).name
             print(f"stopped by {name} after step {step}/{steps}; the same run_dir goes on from there", flush=True)
         # The first exit can get the others killed, and the writing rank may still have files to end.
         self._context.barrier()

@@ -107,11 +107,13 @@ def test_the_launcher_asks_its_ranks_and_waits_for_them(tmp_path: Path, number: 
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path):
-    launched = Launched(tmp_path, "busy")
+    """Nor a mark: SLURM ends the other nodes' launchers like this when one node fails."""
+    launched = Launched(tmp_path, "busy", STOP_MARK=str(tmp_path / "mark"))
     launched.until("rank")
     launched.process.send_signal(signal.SIGUSR1)
     code, text = launched.end()
-    assert code == EXIT_STOPPED and text.endswith("stopped by SIGUSR1 before the first step\n")
+    assert code == 128 + signal.SIGUSR1 and text.endswith("ended by SIGUSR1 before the first step\n")
+    assert not (tmp_path / "mark").exists()
 
 
 def test_a_failure_stays_a_failure(tmp_path: Path):

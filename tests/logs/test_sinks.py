@@ -1,5 +1,6 @@
 """Metrics reach metrics.jsonl and an offline Weights & Biases run, under the same names and one id."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,10 @@ def test_a_run_goes_on_when_wandbs_process_is_gone(tmp_path: Path):
         "gone = psutil.Process().children(); [child.kill() for child in gone]; psutil.wait_procs(gone, 10); "
         "s.write(2, {'train/lm_loss': 1.0}); s.write(3, {'train/lm_loss': 0.5}); s.close(); print('closed')"
     )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    # Not with the wandb process of these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
     assert run.returncode == 0 and run.stdout == "closed\n", run.stderr
     assert run.stderr.count("warning: wandb: its process is gone") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -129,9 +129,10 @@ def test_a_mistake_is_told_once_and_not_started_again(cluster: Cluster, tmp_path
     job = submit(cluster, tmp_path / "run", "pretrain", "experiment=demo", "mtp.loss_scale=0")
     ended = cluster.wait_state(job, "FAILED", JOB_LIMIT_S)
     text = cluster.output(job)
-    assert ended["ExitCode"] == "1:0" and ended["Restarts"] == "0"
+    # Of 1, and 143 of the node that SLURM ended when the first had failed, srun gives the larger.
+    assert ended["ExitCode"] in ("1:0", "143:0") and ended["Restarts"] == "0"
     assert text.count("error: mtp.loss_scale: 0 is not allowed") == 1
-    assert "failed with exit code 1 and gained no checkpoint; not started again" in text
+    assert "and gained no checkpoint; not started again" in text
     assert not (tmp_path / "run").exists()
 
 
