@@ -31,3 +31,6 @@ export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 #   SLURM_JOB_ID, SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID, SLURM_CLUSTER_NAME  names of the job and its task
 #   SLURM_RESTART_COUNT  earlier starts
 #   SLURM_JOB_NODELIST, SLURM_NNODES, SLURM_NODEID  the nodes, and this one's place among them
+#
+# Set by the recipes (recipes/kernel_settings.py) where settings of fla's kernels were measured for the GPU:
+#   FLA_CACHE_MODE, FLA_CONFIG_DIR
