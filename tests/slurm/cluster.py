@@ -4,6 +4,7 @@ Needs root and Debian's slurmctld, slurmd, slurm-client and munge. Each node pre
 the shipped batch script runs unchanged. Of the two partitions `high` preempts `low`.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -78,7 +79,8 @@ class Cluster:
             del self._env[name]
 
     def __enter__(self) -> Self:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end)
             self._configure()
             self._start("munged", *self._munged())
             wait_for(lambda: (self.base / "munge.socket").is_socket(), START_LIMIT_S, "munged")
@@ -86,9 +88,7 @@ class Cluster:
             for node in NODES:
                 self.start_node(node)
             wait_for(lambda: self.states() == {node: "idle" for node in NODES}, START_LIMIT_S, "idle nodes")
-        except BaseException:
-            self._end()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -144,6 +144,13 @@ class Cluster:
         """The processes that train, of all jobs."""
         found = [process for process in self._of_this_cluster() if _variable(process, "LOCAL_RANK")]
         return [process for process in found if "recipes." in " ".join(process.cmdline())]
+
+    def lose_node(self, node: str) -> None:
+        """Kill it, let SLURM notice, and bring it back."""
+        self.kill_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        self.start_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
 
     def _configure(self) -> None:
         for folder in ("state", "dev", *(f"spool/{node}" for node in NODES)):

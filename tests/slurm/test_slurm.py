@@ -60,6 +60,32 @@ def write_text(path: Path) -> Path:
     return path
 
 
+def meet_time_limit(cluster: Cluster, job: str, warning: str, nth: int) -> None:
+    """Bring the limit near and wait for SLURM's warning, which is due 50 s before it, hence at once.
+
+    SLURM looks every 30 s, and the ranks must not be done by then.
+    """
+    ranks = cluster.ranks()
+    assert len(ranks) == 2
+    for rank in ranks:
+        rank.suspend()
+    cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1")
+    wait_for(lambda: cluster.output(job).count(warning) == nth, 90, warning, lambda: cluster.output(job))
+    for rank in ranks:
+        rank.resume()
+
+
+def check_wandb(run_dir: Path, n_whole_starts: int) -> None:
+    """Every series of the last starts, no step twice; a start that crashed before them may have left nothing."""
+    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
+    runs = [read_offline_run(file) for file in files[-n_whole_starts:]]
+    rows = [row for run in runs for row in run.history]
+    assert {run.run_id for run in runs} == {run_id(run_dir)} and all(run.is_complete for run in runs)
+    assert [row["train/step"] for row in rows] == [row["_step"] for row in rows] == list(range(1, STEPS + 1))
+    names = {key for line in (run_dir / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert names - {"step"} == {key for row in rows for key in row} - OWN_OF_WANDB
+
+
 def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Cluster, tmp_path: Path):
     """Three ends and four starts, and the numbers of a run that nothing ever ended."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
@@ -74,10 +100,7 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     job = submit(cluster, run_dir, *common, options=("--signal=B:USR1@50",))
     at_step(job, 2)
     # Before the first checkpoint: the next start begins again in the same directory.
-    cluster.kill_node("n1")
-    cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
-    cluster.start_node("n1")
-    cluster.run("scontrol", "update", "nodename=n1", "state=resume")
+    cluster.lose_node("n1")
     at_start(job, 2)
     assert not (run_dir / "checkpoints").exists()
 
@@ -92,17 +115,10 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{first_stop}"]
 
     at_step(job, first_stop + 1)
-    # The warning is due 50 s before the limit, hence at once; SLURM looks every 30 s, and the ranks must not be done.
-    ranks = cluster.ranks()
-    for rank in ranks:
-        rank.suspend()
-    cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1")
-    wait_for(lambda: cluster.output(job).count("asked to stop") == 2, 90, "warning", lambda: cluster.output(job))
-    for rank in ranks:
-        rank.resume()
+    meet_time_limit(cluster, job, "asked to stop", 2)
     at_start(job, 4)
     second_stop = steps_done(run_dir)
-    assert len(ranks) == 2 and first_stop < second_stop < STEPS
+    assert first_stop < second_stop < STEPS
     cluster.run("scontrol", "update", f"jobid={job}", "timelimit=60")
     ended = cluster.wait_state(job, "COMPLETED", JOB_LIMIT_S)
     assert ended["ExitCode"] == "0:0" and ended["Restarts"] == "3"
@@ -110,14 +126,7 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     assert text.count("the same run_dir goes on from there") == text.count("requeue: job") == 2
     assert f"continues after step {first_stop} of" in text and f"continues after step {second_stop} of" in text
 
-    # Each start that was stopped, and the last, kept its own steps for Weights & Biases; the crashed one may have none.
-    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
-    runs = [read_offline_run(file) for file in files[-3:]]
-    rows = [row for run in runs for row in run.history]
-    assert {run.run_id for run in runs} == {run_id(run_dir)} and all(run.is_complete for run in runs)
-    assert [row["train/step"] for row in rows] == [row["_step"] for row in rows] == list(range(1, STEPS + 1))
-    names = {key for line in (run_dir / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
-    assert names - {"step"} == {key for row in rows for key in row} - OWN_OF_WANDB
+    check_wandb(run_dir, n_whole_starts=3)
 
     whole = submit(cluster, straight, *common)
     cluster.wait_state(whole, "COMPLETED", JOB_LIMIT_S)
