@@ -104,7 +104,10 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     at_start(job, 2)
     assert not (run_dir / "checkpoints").exists()
 
-    wait_for(lambda: "starts again" in cluster.output(job), JOB_LIMIT_S, "restart", lambda: cluster.output(job))
+    # The file of the first start is there until the second has taken its place.
+    first = f"step 1/{STEPS} "
+    wait_for(lambda: cluster.output(job).count(first) == 2, JOB_LIMIT_S, "restart", lambda: cluster.output(job))
+    assert "starts again at step 0" in cluster.output(job)
     at_step(job, 3)
     urgent = cluster.submit(
         "--partition=high", "--nodes=2", "--exclusive", "--mem=0", "--wrap", "srun --ntasks-per-node=1 true"
