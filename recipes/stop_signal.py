@@ -4,14 +4,17 @@ SLURM's warning before the time limit or a preemption, `kill` and Ctrl-C all end
 at once; other signals may come again, since schedulers and launchers repeat theirs.
 """
 
+from __future__ import annotations
+
 import signal
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 
-from bailing_mtp.parallel.context import ParallelContext
+if TYPE_CHECKING:
+    from bailing_mtp.parallel.context import ParallelContext
 
 EXIT_STOPPED = 75
 """Exit code of a run that was stopped and can go on (EX_TEMPFAIL of sysexits.h); launch/elastic.py knows it."""
@@ -50,15 +53,14 @@ class StopSignal:
 
     def leave(self, step: int, steps: int) -> NoReturn:
         """Say why, wait for all ranks, end with EXIT_STOPPED. Collective; the checkpoint is already written."""
-        from .session import leave_ranks
-
         self._leaves = True
         if self._context.is_writer:
             name = signal.Signals(self._agreed).name
             print(f"stopped by {name} after step {step}/{steps}; the same run_dir goes on from there", flush=True)
         # The first exit can get the others killed, and the writing rank may still have files to end.
         self._context.barrier()
-        leave_ranks()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise SystemExit(EXIT_STOPPED)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,6 @@ import os, sys, time, signal
 import torch, torch.distributed as dist
 from types import SimpleNamespace
 from recipes.stop_signal import StopSignal
-from recipes import session
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 print(f"rank {rank} is {os.getpid()}", flush=True)
@@ -92,7 +91,7 @@ class Launched:
         return code, self.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_the_launcher_asks_its_ranks_and_waits_for_them(tmp_path: Path, number: signal.Signals):
     launched = Launched(tmp_path, "steps", STOP_MARK=str(tmp_path / "mark") if number == signal.SIGUSR1 else "")
     launched.until("steps")
