@@ -12,7 +12,7 @@ FAKES = {
     "scontrol": f"""
 case "$1 $2" in
     "show job")
-        echo "   PreemptEligibleTime=2030-01-01T00:00:00 PreemptTime=${{PREEMPTED:-None}}"
+        echo "   PreemptEligibleTime=2030-01-01T00:00:00 PreemptTime=${{PREEMPTED:-None}} Reason=${{REASON:-None}}"
         echo "   Command={ROOT}/launch/slurm.sbatch pretrain a=b"
         ;;
     "show hostnames") [ "$3" = "n[7-8]" ] && printf 'n7\\nn8\\n' ;;
@@ -96,6 +96,7 @@ def test_one_run_dir_for_all_ranks_and_starts(tmp_path: Path, arguments: tuple, 
         ({"STOPS": "1", "STATE": "COMPLETING"}, False, "stopped with a checkpoint; SLURM has it as COMPLETING"),
         ({"CODE": "1"}, False, "failed with exit code 1 and gained no checkpoint; not started again"),
         ({"CODE": "143", "PREEMPTED": "2030-01-01"}, True, "failed with exit code 143; it goes on after step 0"),
+        ({"CODE": "143", "STATE": "COMPLETING", "REASON": "TimeLimit"}, True, "40123 reached its time limit"),
         ({"CODE": "1", "GAINS": "7"}, True, "failed with exit code 1; it goes on after step 7"),
         ({"CODE": "137", "PROBE": "1"}, True, "requeue: job 40123 lost a node; it goes on after step 0"),
         ({"CODE": "1", "PROBE": "1", "STATE": "PENDING"}, False, "SLURM has it as PENDING"),

@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def write_text(path: Path) -> Path:
 
 
 def meet_time_limit(cluster: Cluster, job: str, warning: str, nth: int) -> None:
-    """Bring the limit near and wait for SLURM's warning, which is due 50 s before it, hence at once.
+    """Bring the limit near, a minute away and at most two, and wait for SLURM's warning, due 110 s before it.
 
     SLURM looks every 30 s, and the ranks must not be done by then.
     """
@@ -69,7 +70,8 @@ def meet_time_limit(cluster: Cluster, job: str, warning: str, nth: int) -> None:
     assert len(ranks) == 2
     for rank in ranks:
         rank.suspend()
-    cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1")
+    runs_s = time.time() - time.mktime(time.strptime(cluster.job(job)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
+    cluster.run("scontrol", "update", f"jobid={job}", f"timelimit={int(runs_s // 60) + 2}")
     wait_for(lambda: cluster.output(job).count(warning) == nth, 90, warning, lambda: cluster.output(job))
     for rank in ranks:
         rank.resume()
@@ -97,7 +99,7 @@ def test_a_run_survives_node_failure_preemption_and_its_time_limit(cluster: Clus
     def at_start(job: str, nth: int) -> None:
         wait_for(lambda: f"start {nth} on " in cluster.output(job), 60, f"start {nth}", lambda: cluster.output(job))
 
-    job = submit(cluster, run_dir, *common, options=("--signal=B:USR1@50",))
+    job = submit(cluster, run_dir, *common, options=("--signal=B:USR1@110",))
     at_step(job, 2)
     # Before the first checkpoint: the next start begins again in the same directory.
     cluster.lose_node("n1")
