@@ -17,6 +17,7 @@ def main(config: GrpoConfig) -> None:
     from .progress import RunProgress
     from .rollouts import Rollouts
     from .session import join_ranks, leave_ranks
+    from .stop_signal import StopSignal
 
     source = find_policy(config)
     tokenizer, prompts = open_prompts(config, source)
@@ -27,7 +28,7 @@ def main(config: GrpoConfig) -> None:
     engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, prompts, tokenizer)
-    with Judge(rl, context, tokenizer.decode) as judge:
+    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
         while state.step < config.train.steps:
             rollouts = Rollouts(config)
             with progress.rolling():
@@ -42,7 +43,7 @@ def main(config: GrpoConfig) -> None:
             with rollouts.timed("train"):
                 minibatches = policy.minibatches(rollouts.rows())
                 results = [train_step(state, batches, objective) for batches in minibatches]
-            progress.log(rollouts, minibatches, results)
+            progress.log(rollouts, minibatches, results, stop)
     progress.close()
     leave_ranks()
 

@@ -23,6 +23,7 @@ from .predicted import FallAlarm, can_predict, parted, predict, predicted_metric
 from .report import Report
 from .rollouts import Rollouts
 from .session import Source
+from .stop_signal import StopSignal
 
 OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
 """Metrics that mean the weights that rolled out, so the first of several optimizer steps."""
@@ -85,9 +86,13 @@ class RunProgress:
             self._warn(f"step {step}: {fallen}{hint}")
 
     def log(
-        self, rollouts: Rollouts, minibatches: Sequence[list[PolicyBatch]], results: Sequence[StepResult]
+        self,
+        rollouts: Rollouts,
+        minibatches: Sequence[list[PolicyBatch]],
+        results: Sequence[StepResult],
+        stop: StopSignal,
     ) -> None:
-        """One log point for the optimizer steps on one rollout; saves if it is time to."""
+        """One log point for the optimizer steps on one rollout; saves if it is time to. Ends the run if asked to."""
         step = self._policy.state.step
         for batches, result in zip(minibatches, results, strict=True):
             self._report.add(batches, result.counts["tokens"])
@@ -96,10 +101,15 @@ class RunProgress:
             for name, first in results[0].metrics.items()
         }
         values["policy/ratio_gap"] = abs(results[0].metrics["policy/ratio"] - 1.0)
-        saved = self._checkpoints.after_step()
+        steps = self._config.train.steps
+        stops = stop.agreed() and step < steps
+        saved = self._checkpoints.after_step(stops)
         self._report.log(step, values | rollouts.metrics() | self._predicted | saved)
         if self._context.is_writer and self._config.rl.samples_kept:
             rollouts.keep(Path(self._config.run_dir) / "rollouts" / f"step_{step}.jsonl", self._tokenizer)
+        if stops:
+            self._report.close(is_finished=False)
+            stop.leave(step, steps)
 
     def close(self) -> None:
         """Charts, summary, and how to export."""

@@ -71,11 +71,14 @@ class Report:
             self._sinks.write(step, values)
         self._line.show(self._live(step, values), final=step == self._steps)
 
-    def close(self) -> None:
-        """End the files, draw the charts, print the summary."""
+    def close(self, is_finished: bool = True) -> None:
+        """End the files; of a finished run draw the charts and print the summary."""
         if self._sinks is None:
             return
         self._sinks.close()
+        if not is_finished:
+            self._line.end()
+            return
         rows = read_metrics(self._sinks.metrics_path)
         charts = write_charts([Run(self._run_dir.name, rows)], self._run_dir / "charts")
         print(f"trained {self._steps - self._first_step} steps, {self._mean_speed()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from recipes import grpo, session
 from recipes.common import prepare
 from recipes.compose import compose
 from recipes.policy import find_policy
+from recipes.progress import RunProgress
 from recipes.ranks import Ranks
+from recipes.stop_signal import EXIT_STOPPED
 
 ALONE = Ranks(rank=0, world_size=1, host="here")
 SMALL = (
@@ -97,6 +100,32 @@ def test_a_stopped_run_continues_exactly(tokenizer: Path, whole: Path, tmp_path:
     expected = read_metrics(whole / "metrics.jsonl")[1]
     kept = [name for name in expected if not any(part in name for part in TIMES)]
     assert len(kept) > 20 and {name: rows[1][name] for name in kept} == {name: expected[name] for name in kept}
+
+
+def test_a_signal_ends_a_run_after_the_step_in_progress(
+    tokenizer: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    compare = RunProgress.compare
+
+    def asked_while_rolling_out(self: RunProgress, *arguments: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        compare(self, *arguments)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunProgress, "compare", asked_while_rolling_out)
+        with pytest.raises(SystemExit) as end:
+            run(tokenizer, tmp_path / "run", *ALL_OF_IT, "checkpoint.save_every=null")
+    assert end.value.code == EXIT_STOPPED and "stopped by SIGTERM after step 2/4" in capsys.readouterr().out
+    # A signal that is sent again must not cut the end short.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, handler)
+    rows = run(tokenizer, tmp_path / "run", *ALL_OF_IT)
+    expected = read_metrics(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4]
+    for row, other in zip(rows, expected, strict=True):
+        kept = [name for name in other if not any(part in name for part in TIMES)]
+        assert len(kept) > 20 and {name: row[name] for name in kept} == {name: other[name] for name in kept}
 
 
 def test_a_frozen_layer_drafts_and_stays_in_the_checkpoint(tokenizer: Path, tmp_path: Path):
