@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.training.offload import OptimizerOffload
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class TrainState:
     step: int = 0
     frozen_mtp: MtpLayer | None = None
     """An MTP layer that only drafts: no gradient, no DDP, no optimizer."""
+    offload: OptimizerOffload | None = None
+    """Keeps optimizer states in host memory between steps; None: they stay on the device."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -56,6 +60,10 @@ class TrainState:
     def mtp_module(self) -> MtpLayer | None:
         """The MTP layer, trained or frozen."""
         return self.frozen_mtp if self.mtp is None else self.mtp.module
+
+    def optimizer_at_hand(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, optimizer states are on the device."""
+        return contextlib.nullcontext() if self.offload is None else self.offload.on_device()
 
 
 def build_state(
@@ -80,7 +88,10 @@ def build_state(
         )
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
-    return TrainState(context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen)
+    offload = OptimizerOffload(optimizer, context.device) if optim.offload == "cpu" else None
+    return TrainState(
+        context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen, offload=offload
+    )
 
 
 def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOptions) -> DistributedDataParallel:

@@ -87,11 +87,11 @@ def test_a_run_leaves_everything(whole: Path):
 
 
 def test_a_stopped_run_continues_exactly(tokenizer: Path, whole: Path, tmp_path: Path):
-    """With other memory for rollouts."""
+    """With other memory for rollouts and for the optimizer."""
     parts = tmp_path / "parts"
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / "step_4")
-    rows = run(tokenizer, parts, *ALL_OF_IT, "rollout.keep_memory=true", "rollout.max_running=16")
+    rows = run(tokenizer, parts, *ALL_OF_IT, "rollout.keep_memory=true", "rollout.max_running=16", "optim.offload=cpu")
     assert [row["step"] for row in rows] == [2, 4]
     expected = read_metrics(whole / "metrics.jsonl")[1]
     kept = [name for name in expected if not any(part in name for part in TIMES)]
