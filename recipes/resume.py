@@ -44,9 +44,10 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
     values, error = checkpoint.state, None
     try:
         data.load_state_dict(values["data"])
-        with state.optimizer_at_hand():
-            allocate(state.optimizer, values["optimizer_steps"])
-            module_table(state, source).fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
+        allocate(state.optimizer, values["optimizer_steps"])
+        if state.offload is not None:
+            state.offload.to_host()
+        module_table(state, source).fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")
     fail_together(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -60,10 +59,6 @@ class TrainState:
     def mtp_module(self) -> MtpLayer | None:
         """The MTP layer, trained or frozen."""
         return self.frozen_mtp if self.mtp is None else self.mtp.module
-
-    def optimizer_at_hand(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, optimizer states are on the device."""
-        return contextlib.nullcontext() if self.offload is None else self.offload.on_device()
 
 
 def build_state(
