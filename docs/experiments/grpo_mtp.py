@@ -43,7 +43,7 @@ ARMS = {
         "frozen": ("mtp.loss_scale=null", "optim.lr=3.0e-4", "rl.kl_coef=1.0e-9"),
     },
 }
-STEPS = {"reward": 40, "accept": 60}
+STEPS = {"reward": 40, "accept": 50}
 COLOURS = {"trained": "#0072B2", "frozen": "#D55E00"}
 
 
