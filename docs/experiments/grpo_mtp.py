@@ -9,7 +9,8 @@
 reward: experiment=demo_grpo on one process, on 200 held-out prompts with four samples each; arms: no MTP loss and
 plain rollouts; detached; joint. accept: a larger learning rate, so that the policy moves away from its start (its KL is
 measured and has no weight); arms: the layer trained along (detached), and frozen. Seeds change prompts and noise, never
-the held-out prompts. A finished run is a line of <directory>/results.jsonl, and is not run again.
+the held-out prompts. The table of accept is of its rollouts, five steps each: at the start, and to steps 16 and 31.
+A finished run is a line of <directory>/results.jsonl, and is not run again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ARMS = {
         "frozen": ("mtp.loss_scale=null", "optim.lr=3.0e-4", "rl.kl_coef=1.0e-9"),
     },
 }
-STEPS = {"reward": 40, "accept": 50}
+STEPS = {"reward": 40, "accept": 31}
 COLOURS = {"trained": "#0072B2", "frozen": "#D55E00"}
 
 
@@ -71,14 +72,14 @@ def run_all(what: str, checkpoint: str, directory: Path, seeds: list[int], steps
 
 def summary(run_dir: Path) -> dict[str, Any]:
     rows = metrics(run_dir)
-    evaluated = [row for row in rows if "valid/reward_mean" in row]
+    evaluated = [line for line in rows if "valid/reward_mean" in line]
     if len(evaluated) < 2:
         return {}
     names = ("reward_mean", "reward_standard_error", "accept_length")
     values = {
-        f"{name}_{when}": row[f"valid/{name}"]
+        f"{name}_{when}": line[f"valid/{name}"]
         for name in names
-        for when, row in (("before", evaluated[0]), ("after", evaluated[-1]))
+        for when, line in (("before", evaluated[0]), ("after", evaluated[-1]))
     }
     return values | {"kl": rows[-1].get("policy/kl"), "steps": rows[-1]["step"]}
 
@@ -89,29 +90,53 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def print_table(directory: Path) -> None:
-    """Every run, then the mean over seeds with the standard error of that mean."""
-    lines = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "reward_mean_after" in line]
-    by_arm: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    names = ("experiment", "arm", "seed", "reward before", "after", "accept length before", "after", "KL", "seconds")
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for line in sorted(lines, key=lambda x: (x["what"], x["arm"], x["seed"])):
-        by_arm.setdefault((line["what"], line["arm"]), []).append(line)
+    """Every run; of `reward` also the mean over seeds with the standard error of that mean."""
+    file = directory / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    row("arm", "seed", "reward before", "after", "accept length before", "after", "seconds", "load")
+    row(*["---"] * 8)
+    for line in sorted(lines, key=lambda x: (x["arm"], x["seed"])):
+        if line["what"] != "reward" or "reward_mean_after" not in line:
+            continue
+        by_arm.setdefault(line["arm"], []).append(line)
         before, after = (
             f"{line[f'reward_mean_{when}']:.3f} +- {line[f'reward_standard_error_{when}']:.3f}"
             for when in ("before", "after")
         )
-        lengths = f"{line['accept_length_before']:.3f} | {line['accept_length_after']:.3f}"
-        kl = "" if line["kl"] is None else f"{line['kl']:.3f}"
-        run = f"{line['what']} | {line['arm']} | {line['seed']}"
-        print(f"| {run} | {before} | {after} | {lengths} | {kl} | {line['seconds']:.0f} |")
-    for (what, arm), group in by_arm.items():
+        lengths = (f"{line[f'accept_length_{when}']:.3f}" for when in ("before", "after"))
+        row(line["arm"], line["seed"], before, after, *lengths, f"{line['seconds']:.0f}", f"{line['load']:.0f}")
+    for arm, group in by_arm.items():
         means = []
         for name in ("reward_mean_before", "reward_mean_after", "accept_length_before", "accept_length_after"):
             values = [line[name] for line in group]
             error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
             means.append(f"{statistics.fmean(values):.3f} +- {error:.3f}")
-        print(f"| {what} | {arm} | {len(group)} seeds | {' | '.join(means)} | | |")
+        row(arm, f"{len(group)} seeds", *means, "", "")
+    print()
+    row("layer", "seed", *(f"{what}, {when}" for what in NAMES.values() for when in ("start", "step 16", "step 31")))
+    row(*["---"] * 11)
+    for run_dir in sorted(directory.glob("accept_*_*/")):
+        _, arm, seed = run_dir.name.split("_")
+        rows = [line for line in metrics(run_dir) if "rollout/accept_length" in line]
+        if len(rows) >= 31:
+            row(arm, seed, *(f"{mean_to(rows, name, end):.3f}" for name in NAMES for end in (5, 16, 31)))
+
+
+NAMES = {
+    "rollout/accept_length": "accept length",
+    "predicted/accept_length": "predicted",
+    "policy/kl": "KL",
+}
+
+
+def mean_to(rows: list[dict[str, Any]], name: str, end: int) -> float:
+    """Mean of the five steps that end with `end`."""
+    return statistics.fmean(line[name] for line in rows if end - 5 < line["step"] <= end)
+
+
+def row(*cells: Any) -> None:
+    print(f"| {' | '.join(map(str, cells))} |")
 
 
 def draw(directory: Path, target: Path) -> None:
@@ -120,25 +145,26 @@ def draw(directory: Path, target: Path) -> None:
     length_axes, kl_axes = figure.subplots(2)
     for arm, colour in COLOURS.items():
         for number, run_dir in enumerate(sorted(directory.glob(f"accept_{arm}_*/"))):
-            rows = [row for row in metrics(run_dir) if "rollout/accept_length" in row]
-            steps = [row["step"] for row in rows]
+            rows = [line for line in metrics(run_dir) if "rollout/accept_length" in line and line["step"] <= 31]
+            steps = [line["step"] for line in rows]
             label = f"MTP layer {arm}" if number == 0 else None
-            lengths = smooth([row["rollout/accept_length"] for row in rows])
-            predicted = smooth([row["predicted/accept_length"] for row in rows])
+            lengths = smooth([line["rollout/accept_length"] for line in rows])
+            predicted = smooth([line["predicted/accept_length"] for line in rows])
             length_axes.plot(steps, lengths, color=colour, label=label and f"{label}, measured")
             length_axes.plot(steps, predicted, ":", color=colour, label=label and f"{label}, predicted")
-            kl_axes.plot(steps, smooth([row["policy/kl"] for row in rows]), color=colour, label=label)
+            kl_axes.plot(steps, smooth([line["policy/kl"] for line in rows]), color=colour, label=label)
     length_axes.axhline(1.0, color="0.4", linewidth=1, linestyle="--", label="plain = 1.0")
     length_axes.set_title("Tokens per verify step, k=2 (running mean of 5 steps)", loc="left", fontsize=11)
     kl_axes.axhline(0.1, color="0.4", linewidth=1, linestyle="--")
     kl_axes.set_title("KL of the policy from its start", loc="left", fontsize=11)
     length_axes.set_ylabel("tokens")
+    length_axes.set_ylim(bottom=0.6)
     kl_axes.set_ylabel("nats per token")
     for axes in (length_axes, kl_axes):
         axes.set_xlabel("optimizer step")
         axes.grid(True, color="0.9", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left" if axes is length_axes else "upper left")
     FigureCanvasAgg(figure).print_png(target)
 
 

@@ -27,7 +27,7 @@ SMALL = (
     "rl.prompts_per_rollout=4", "rl.reward_workers=1", "rl.reward=tests.grpo.rewards:digits", "optim.lr=1e-3",
     "rollout.speculative_tokens=2",
 )  # fmt: skip
-TIMES = ("time/", "_per_second", "memory/")
+TIMES = ("time/", "_per_second", "memory/", "rollout_s")
 
 
 ALL_OF_IT = (
