@@ -32,10 +32,10 @@ TIMES = ("time/", "_per_second", "memory/", "rollout_s")
 
 ALL_OF_IT = (
     "train.steps=4", "rl.minibatches=2", "rl.kl_coef=0.1", "rl.truncate_importance=2.0", "checkpoint.save_every=2",
-    "sampling.temperature=0.7", "mtp=detached", "data.valid_path=reasoning_gym:chain_sum?documents=5",
-    "train.eval_every=4", "train.eval_samples=3",
+    "sampling.temperature=0.7", "mtp=detached", "rl.routing_replay=true",
+    "data.valid_path=reasoning_gym:chain_sum?documents=5", "train.eval_every=4", "train.eval_samples=3",
 )  # fmt: skip
-"""Two optimizer steps a rollout, KL to the start, importance weights, the MTP layer trained along."""
+"""Two optimizer steps a rollout, KL to the start, importance weights, replayed experts, the MTP layer trained along."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,7 @@ def test_a_run_leaves_everything(whole: Path):
     for row in rows[1:]:
         assert set(names) <= row.keys()
         assert row["rollout/logprob_gap"] < 1e-5 and row["policy/ratio_gap"] < 1e-5
+        assert row["rollout/route_agreement"] == 1
         assert row["memory/rollout_gb"] > 0 and row["time/switch_s"] > 0
         # About 60 drafts a depth.
         assert row["predicted/accept_depth1"] == pytest.approx(row["rollout/accept_depth1"], abs=0.25)
