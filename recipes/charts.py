@@ -20,19 +20,21 @@ ACCEPTANCE = (
     Panel("Drafts that the trunk would accept", "share", (r"(mtp/|valid/mtp_)accept_depth\d+",), share=True),
     Panel("First choice equal to the trunk's", "share", (r"(mtp/|valid/mtp_)top1_depth\d+",), share=True),
 )
-REWARD = Panel("Reward", "per sample", (r"(reward/|valid/reward_)(mean|solved)",))
 ACCEPT_LENGTH = Panel(
     "Tokens per verify step",
     "tokens",
     (r"(rollout|valid)/accept_length", r"predicted/accept_length"),
     plain=1.0,
 )
-POLICY_LOSS = Panel("Policy loss", "per token or sample", (r"policy/loss",))
 CHARTS: dict[str, tuple[Panel, ...]] = {
     "overview": (LOSS, *ACCEPTANCE),
     "loss": (LOSS,),
     "acceptance": ACCEPTANCE,
-    "rl": (REWARD, ACCEPT_LENGTH, POLICY_LOSS),
+    "rl": (
+        Panel("Reward", "per sample", (r"(reward/|valid/reward_)mean",)),
+        ACCEPT_LENGTH,
+        Panel("Policy loss", "per token or sample", (r"policy/loss",)),
+    ),
     "accept_length": (
         ACCEPT_LENGTH,
         Panel("Drafts accepted, given those before", "share", (r"(rollout|predicted)/accept_depth\d+",), share=True),
@@ -46,7 +48,7 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
         Panel("Gradient norm before clipping", "norm", (r"(train|mtp)/grad_norm",), log=True),
         Panel("Learning rate", "learning rate", (r"train/lr",), smooth=False),
     ),
-    "reward": (REWARD,),
+    "reward": (Panel("Reward", "per sample", (r"(reward/|valid/reward_)(mean|solved)",)),),
     "policy": (
         Panel("Probability of what the rollout drew, rollout against trainer", "nats", (r"rollout/logprob_gap",)),
         Panel("Experts that rollout and trainer choose alike", "share", (r"rollout/route_agreement",), share=True),
@@ -111,4 +113,4 @@ def _order(key: str) -> tuple[str, int, str]:
     section, _, rest = key.partition("/")
     rest = rest.removeprefix("mtp_")
     stem, _, depth = rest.partition("_depth")
-    return stem, int(depth or 0), {"train": "0", "mtp": "1"}.get(section, "2")
+    return stem, int(depth or 0), {"train": "0", "valid": "2"}.get(section, "1")
