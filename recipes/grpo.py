@@ -12,23 +12,28 @@ def main(config: GrpoConfig) -> None:
     from bailing_mtp.training.policy import PolicyObjective
     from bailing_mtp.training.step import train_step
 
+    from .heldout import HeldOut
     from .judge import Judge
-    from .policy import engine_config, find_policy, open_policy, open_prompts
+    from .policy import engine_config, find_policy, open_policy
+    from .policy_prompts import open_prompts
     from .progress import RunProgress
     from .rollouts import Rollouts
     from .session import join_ranks, leave_ranks
     from .stop_signal import StopSignal
 
     source = find_policy(config)
-    tokenizer, prompts = open_prompts(config, source)
+    opened = open_prompts(config, source)
+    tokenizer, prompts = opened.tokenizer, opened.train
     context = join_ranks(config, source.arch)
     policy = open_policy(config, source, context, prompts)
     state, rl = policy.state, config.rl
-    settings = engine_config(config, prompts)
+    settings = engine_config(config, opened)
     engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
-    progress = RunProgress(config, source, policy, prompts, tokenizer)
+    progress = RunProgress(config, source, policy, opened)
     with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
+        held_out = HeldOut(config, opened.valid, engine, judge)
+        progress.start(held_out)
         while state.step < config.train.steps:
             rollouts = Rollouts(config)
             with progress.rolling():
@@ -43,7 +48,7 @@ def main(config: GrpoConfig) -> None:
             with rollouts.timed("train"):
                 minibatches = policy.minibatches(rollouts.rows())
                 results = [train_step(state, batches, objective) for batches in minibatches]
-            progress.log(rollouts, minibatches, results, stop)
+            progress.log(rollouts, minibatches, results, held_out, stop)
     progress.close()
     leave_ranks()
 

@@ -45,6 +45,8 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
     try:
         data.load_state_dict(values["data"])
         allocate(state.optimizer, values["optimizer_steps"])
+        if state.offload is not None:
+            state.offload.to_host()
         module_table(state, source).fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")

@@ -84,6 +84,11 @@ class Rollouts:
         finally:
             self._seconds[what] += time.monotonic() - begin_s
 
+    def switched(self, seconds: float) -> None:
+        """Count seconds of training as those of a switch."""
+        self._seconds["train"] -= seconds
+        self._seconds["switch"] += seconds
+
     def metrics(self) -> dict[str, float]:
         """Rewards, samples, speculation, seconds."""
         summary = self.stats.summary()

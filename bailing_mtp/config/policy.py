@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from .build import show
 from .checks import check_mtp_divisor
 from .errors import ConfigError
 from .rollout import RlConfig, RolloutConfig, SamplingConfig
@@ -61,9 +62,23 @@ class GrpoConfig(RunConfig):
         n, most = self.rl.minibatches, self.rl.prompts_per_rollout * self.sampling.samples_per_prompt
         if n > most:
             raise ConfigError(f"rl.minibatches: {n} is more than the {most} samples of a rollout; use at most {most}")
-        for name, steps in (("train.steps", self.train.steps), ("checkpoint.save_every", self.checkpoint.save_every)):
+        whole = {
+            "train.steps": self.train.steps,
+            "train.eval_every": self.train.eval_every,
+            "checkpoint.save_every": self.checkpoint.save_every,
+        }
+        for name, steps in whole.items():
             if steps is not None and steps % n:
                 raise ConfigError(f"{name}: {steps} is not a multiple of rl.minibatches={n}: a rollout is used whole")
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_prompts_are_evaluated(self) -> Self:
+        path, every = self.data.valid_path, self.train.eval_every
+        if (path is None) != (every is None):
+            raise ConfigError(
+                f"data.valid_path: {show(path)} with train.eval_every={show(every)}; give both, or leave both null"
+            )
         return self
 
     @model_validator(mode="after")

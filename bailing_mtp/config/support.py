@@ -74,7 +74,6 @@ OPTIONS = (
         supported=False,
     ),
     Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
-    Option(path="optim.offload", value="cpu", instead="none", needs_gpu=True, supported=False),
     Option(path="rollout.kernels", value="triton", instead="torch", needs_gpu=True, supported=False),
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True, supported=False),
     Option(path="rollout.adaptive", value=True, instead="false", supported=False),

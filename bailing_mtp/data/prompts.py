@@ -39,12 +39,14 @@ class PromptLoader:
         samples_per_prompt: int,
         most_tokens: int,
         seed: int = 0,
+        apart_from: PromptLoader | None = None,
     ) -> None:
-        """`most_tokens`: longer prompts are left out and counted. Raises UserError for a bad line (by policy), or
-        where no prompt is left.
+        """`most_tokens`: longer prompts are left out and counted, and so are those that `apart_from` holds too.
+        Raises UserError for a bad line (by policy), or where no prompt is left.
         """
         self._sampling, self._samples_per_prompt = sampling, samples_per_prompt
-        self._items, self.n_too_long = [], 0
+        self._items, self.n_too_long, self.n_shared = [], 0, 0
+        others = {item.token_ids for item in apart_from._items} if apart_from else set()
         bad_lines, digest = BadLines(source.policy), hashlib.sha256()
         for record, origin in source.records(bad_lines):
             try:
@@ -55,13 +57,17 @@ class PromptLoader:
             if len(token_ids) > most_tokens:
                 self.n_too_long += 1
                 continue
+            if token_ids in others:
+                self.n_shared += 1
+                continue
             self._items.append(_Item(token_ids, record))
             digest.update(json.dumps(token_ids).encode())
         self.n_skipped_lines = bad_lines.n_skipped
         if not self._items:
+            shared = f", {self.n_shared} of the others are trained" if apart_from else ""
             raise UserError(
                 f"data.path: {source.path} holds no prompt of at most {most_tokens} tokens "
-                f"({self.n_too_long} are longer); allowed: at least one"
+                f"({self.n_too_long} are longer{shared}); allowed: at least one"
             )
         self._identity = {"version": _STATE_VERSION, "seed": seed, "prompts": digest.hexdigest()}
         self._epoch = self._offset = self._rollouts = 0
@@ -85,6 +91,10 @@ class PromptLoader:
         self._rollouts += 1
         return [self._next(index) for index in range(n)]
 
+    def all(self) -> list[Prompt]:
+        """Every prompt once, in the order of the source; moves nothing."""
+        return [self._prompt(item, index) for index, item in enumerate(self._items)]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence stands, as JSON values; the same on every rank."""
         return {**self._identity, "epoch": self._epoch, "offset": self._offset, "rollouts": self._rollouts}
@@ -107,6 +117,9 @@ class PromptLoader:
             self._order = self._shuffled(self._epoch)
         item = self._items[self._order[self._offset]]
         self._offset += 1
+        return self._prompt(item, index)
+
+    def _prompt(self, item: _Item, index: int) -> Prompt:
         return Prompt(
             prompt_ids=item.token_ids,
             index=index,

@@ -16,6 +16,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.training.offload import OptimizerOffload
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TrainState:
     step: int = 0
     frozen_mtp: MtpLayer | None = None
     """An MTP layer that only drafts: no gradient, no DDP, no optimizer."""
+    offload: OptimizerOffload | None = None
+    """Keeps optimizer states in host memory between steps; None: they stay on the device."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -82,7 +85,10 @@ def build_state(
         _fuse_updates(optimizer)
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
-    return TrainState(context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen)
+    offload = OptimizerOffload(optimizer, context.device) if optim.offload == "cpu" else None
+    return TrainState(
+        context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen, offload=offload
+    )
 
 
 def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOptions) -> DistributedDataParallel:
