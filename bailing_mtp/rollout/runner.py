@@ -42,7 +42,6 @@ class Runner:
     program: Program
     memory: RolloutMemory
     drafter: Drafter
-    rollout_step: int
     group: ProcessGroup
     _hidden: dict[Row | Group, Tensor] = field(default_factory=dict)
 
@@ -130,7 +129,7 @@ class Runner:
         reach = max((row.fill_tokens + ahead for row in running), default=1)
         memory.live_blocks = min(memory.plan.max_blocks, blocks_for(reach, memory.plan.block_tokens))
         slots_n = torch.tensor(slots, device=memory.device)
-        return StepRows.read(memory, slots_n, self.rollout_step, rules, self.group)
+        return StepRows.read(memory, slots_n, rules, self.group)
 
 
 def _tokens(sequence: Row | Group) -> list[int]:
