@@ -12,6 +12,7 @@ def main(config: GrpoConfig) -> None:
     from bailing_mtp.training.policy import PolicyObjective
     from bailing_mtp.training.step import train_step
 
+    from .backlog import Backlog
     from .judge import Judge
     from .policy import engine_config, find_policy, open_policy, open_prompts
     from .progress import RunProgress
@@ -21,19 +22,19 @@ def main(config: GrpoConfig) -> None:
     source = find_policy(config)
     tokenizer, prompts = open_prompts(config, source)
     context = join_ranks(config, source.arch)
-    policy = open_policy(config, source, context, prompts)
-    state, rl = policy.state, config.rl
+    rl, backlog = config.rl, Backlog(prompts, config.rl)
+    policy = open_policy(config, source, context, backlog)
+    state = policy.state
     engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
-    progress = RunProgress(config, source, policy, prompts, tokenizer)
+    progress = RunProgress(config, source, policy, backlog, tokenizer)
     with Judge(rl, context, tokenizer.decode) as judge:
         while state.step < config.train.steps:
-            rollouts = Rollouts(config)
+            rollouts = Rollouts(config, state.clock.trained)
             with progress.rolling():
                 while not rollouts.is_enough:
                     with rollouts.timed("switch"):
-                        drawn = prompts.draw(rl.prompts_per_rollout)
-                        groups = engine.generate(drawn, prompts.rollouts, progress.watch(engine, rollouts))
+                        groups = backlog.roll(engine, progress.watch(engine, rollouts))
                     with rollouts.timed("reward"):
                         scores = judge.score(groups)
                     rollouts.add(groups, scores, advantages(scores.rewards, rl.advantage), engine.stats)

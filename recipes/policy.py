@@ -18,7 +18,7 @@ from bailing_mtp.weights.view import WeightsView, publish
 
 from .dialogues import open_tokens
 from .prompts import sampling_params
-from .resume import continue_run, shard_of
+from .resume import Position, continue_run, shard_of
 from .session import Source, find_source, make_model, require_mtp
 
 
@@ -89,8 +89,8 @@ class Policy:
         return found
 
 
-def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, prompts: PromptLoader) -> Policy:
-    """The policy at the run's start, or where its last checkpoint left it."""
+def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, data: Position) -> Policy:
+    """The policy at the run's start, or where its last checkpoint left it; `data` is then put there, too."""
     trains_mtp = config.mtp.loss_scale is not None
     built = make_model(
         config,
@@ -107,5 +107,5 @@ def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, pr
         reference = make_model(config, find_source(config), context, with_mtp=False).trunk
         reference.requires_grad_(False)
     if source.resumes:
-        continue_run(source, state, prompts)
+        continue_run(source, state, data)
     return Policy(config, state, built, reference)

@@ -9,7 +9,6 @@ from pathlib import Path
 from bailing_mtp.config import GrpoConfig
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.contracts.samples import RolloutGroup
-from bailing_mtp.data.prompts import PromptLoader
 from bailing_mtp.data.tokenizer import Tokenizer
 from bailing_mtp.log import ProgressLine
 from bailing_mtp.rollout.engine import RolloutEngine
@@ -17,6 +16,7 @@ from bailing_mtp.rollout.stats import RolloutStats
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.step import StepResult
 
+from .backlog import Backlog
 from .checkpoints import RunCheckpoints, tell_fresh_mtp
 from .policy import Policy
 from .predicted import FallAlarm, can_predict, parted, predict, predicted_metrics
@@ -32,20 +32,21 @@ class RunProgress:
     """All ranks make the same calls; `compare`, `log` and `close` are collective."""
 
     def __init__(
-        self, config: GrpoConfig, source: Source, policy: Policy, prompts: PromptLoader, tokenizer: Tokenizer
+        self, config: GrpoConfig, source: Source, policy: Policy, backlog: Backlog, tokenizer: Tokenizer
     ) -> None:
-        self._config, self._policy, self._tokenizer = config, policy, tokenizer
+        self._config, self._policy, self._backlog, self._tokenizer = config, policy, backlog, tokenizer
         state = policy.state
         self._context = context = state.context
         flops = training_flops(
             source.arch, 0 if config.mtp.loss_scale is None else config.mtp.depth, config.mtp.detach
         )
         self._report = Report(config, "grpo", context, flops, config.train.steps, state.step)
-        self._checkpoints = RunCheckpoints(config, source, state, prompts, config.train.steps)
+        self._checkpoints = RunCheckpoints(config, source, state, backlog, config.train.steps)
         self._predicted: dict[str, float] = {}
         self._alarm = FallAlarm()
         if source.fresh_mtp:
             tell_fresh_mtp(config, source, context, self._report)
+        prompts = backlog.prompts
         if context.is_writer:
             notes = [f"{prompts.n_too_long:,} left out, too long for data.seq_tokens"] if prompts.n_too_long else []
             notes += [f"{prompts.n_skipped_lines:,} bad lines skipped"] if prompts.n_skipped_lines else []
@@ -59,7 +60,7 @@ class RunProgress:
         """A callback that shows a rollout as it goes on, and notes the memory it holds."""
         line = ProgressLine(sys.stderr if self._context.is_writer else None)
         config, state = self._config, self._policy.state
-        total = config.rl.prompts_per_rollout * config.sampling.samples_per_prompt // self._context.dp
+        total = self._backlog.n_under_way * config.sampling.samples_per_prompt // self._context.dp
 
         def show(stats: RolloutStats) -> None:
             rollouts.memory_bytes = max(rollouts.memory_bytes, engine.memory_bytes)
@@ -74,7 +75,8 @@ class RunProgress:
         self._predicted = {}
         if not config.rollout.speculative_tokens:
             return
-        if can_predict(config.sampling):
+        # Of an over-sampled rollout the groups hold tokens of older weights, and not all that its statistics count.
+        if can_predict(config.sampling) and config.rl.oversample == 1:
             estimates = predict(config, self._policy.built, groups, self._context)
             self._predicted = predicted_metrics(estimates, stats.depths)
             for line in parted(estimates, stats):
@@ -97,7 +99,7 @@ class RunProgress:
         }
         values["policy/ratio_gap"] = abs(results[0].metrics["policy/ratio"] - 1.0)
         saved = self._checkpoints.after_step()
-        self._report.log(step, values | rollouts.metrics() | self._predicted | saved)
+        self._report.log(step, values | rollouts.metrics() | self._backlog.metrics() | self._predicted | saved)
         if self._context.is_writer and self._config.rl.samples_kept:
             rollouts.keep(Path(self._config.run_dir) / "rollouts" / f"step_{step}.jsonl", self._tokenizer)
 

@@ -1,8 +1,8 @@
 """The rollout engine: prompts in, samples out, on the trainer's own weights.
 
 A replica is one tensor-parallel group. Replica r of n takes prompts r, r + n, ... of a rollout; the replicas of one
-expert-parallel group (ep > tp) run in lock step and end together. So do all replicas of a rollout that ends when
-enough groups are complete.
+expert-parallel group (ep > tp) run in lock step and end together. Where a rollout ends when enough groups are
+complete, all replicas end together.
 """
 
 from __future__ import annotations
