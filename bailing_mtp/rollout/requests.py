@@ -15,7 +15,6 @@ from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.sequences import Row
 from bailing_mtp.rollout.stops import StopStrings
 
-
 _RECORDED = ("logprobs", "processed_logprobs", "kept_logmass", "versions")
 """Lists of a request, one entry per response token, that its sample hands on."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from bailing_mtp.config import RlConfig
 from bailing_mtp.contracts.samples import PartialGroup, RolloutGroup
 from bailing_mtp.data.tokenizer import Tokenizer
@@ -109,8 +107,7 @@ def test_a_checkpoint_without_carried_prompts_is_read(tmp_path: Path, tokenizer:
     assert len(engine.seen[0]) == 3
 
 
-@pytest.mark.parametrize("oversample", [1.0, 1.5])
-def test_a_prompt_is_the_same_when_it_is_looked_up(tmp_path: Path, tokenizer: Tokenizer, oversample: float):
+def test_a_prompt_is_the_same_when_it_is_looked_up(tmp_path: Path, tokenizer: Tokenizer):
     prompts = loader(tmp_path, tokenizer)
     for prompt in prompts.draw(7, taken={1, 4}):
         assert prompts.prompt(prompt.number, prompt.index) == prompt

@@ -60,6 +60,21 @@ def test_equal_rewards_are_left_out_and_counted():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
+def test_staleness_counts_the_trained_tokens():
+    """Tokens of versions 7 and 9 under weights of version 9; of the group that teaches nothing, none."""
+    found = rollouts(oversample=1.5)
+    groups = []
+    for index, versions in enumerate([(7, 7, 9), (9, 9, 9), (0, 0, 0)]):
+        samples = tuple(sample(index, i, 2, 3, versions=versions) for i in range(2))
+        groups.append(RolloutGroup(Prompt(prompt_ids=(1,), index=index), samples))
+    rewards = [[0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]
+    found.add(groups, Scores(rewards, 0), advantages(rewards, "group"), RolloutStats(0))
+    metrics = found.metrics()
+    assert metrics["rollout/stale_tokens"] == pytest.approx(1 / 3)
+    assert metrics["rollout/mean_version_lag"] == pytest.approx(2 / 3)
+    assert "rollout/stale_tokens" not in rollouts().metrics()
+
+
 def test_a_rollout_that_teaches_nothing_is_followed_by_another():
     found = rollouts(max_rollouts=3)
     for _ in range(2):
