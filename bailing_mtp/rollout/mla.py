@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.kernels.reference.prefix_attention import prefix_causal_attention
+from bailing_mtp.kernels.reference.kda_prefill import Pack
 from bailing_mtp.weights.view import MlaWeights
 
 LATENT_NORM_EPS = 1e-6
@@ -25,7 +25,7 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a call stand, and where their latent rows go."""
+    """Where the tokens of a prefill stand, and where their latent rows go."""
 
     rope_R: Tensor
     """[R, 2, r/2], cosines and sines."""
@@ -37,50 +37,59 @@ class Placement:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The keys of a prefill's segments: lengths on the host, and where each lies in the cache."""
+    """The keys of a prefill's segments, and where each lies in the cache."""
 
-    lengths: tuple[int, ...]
-    """New tokens of each segment."""
-    key_lengths: tuple[int, ...]
-    """All its tokens so far."""
+    pack: Pack
     block_X: Tensor
     offset_X: Tensor
 
 
 class LatentAttention:
-    """The mixer, given an architecture and a kernel set; stateless."""
+    """The mixer, given an architecture and kernel sets; stateless.
 
-    def __init__(self, arch: Architecture, kernels: ModuleType) -> None:
-        self.arch, self.kernels = arch, kernels
+    kernels: such as kernels.reference.decode; prefill_kernels: attention of a prefill, such as
+    kernels.reference.prefill.
+    """
+
+    def __init__(self, arch: Architecture, kernels: ModuleType, prefill_kernels: ModuleType) -> None:
+        self.arch, self.kernels, self.prefill_kernels = arch, kernels, prefill_kernels
         self.scale = arch.qk_head_dim**-0.5
 
     def step(
         self,
         weights: MlaWeights,
         x_RH: Tensor,
-        at: Placement,
+        rope_P: Tensor,
         latents_Bbx: Tensor,
         block_table_nM: Tensor,
         position_n: Tensor,
     ) -> Tensor:
-        """Write the rows of S tokens per sequence and attend, queries folded through the key up-projection."""
-        self.write(weights, x_RH, at, latents_Bbx)
-        q_nope_Rhn, q_rope_Rhr = self._queries(weights, x_RH, at)
+        """Write the rows of S tokens per sequence and attend, queries folded through the key up-projection.
+
+        rope_P: rotations of all positions, [P, 2, r/2].
+        """
+        ops, q_latent = self.kernels, weights.q_a_QH is not None
+        reads_x = (weights.kv_a_rows_H, weights.gate_hH, *((weights.q_a_QH,) if q_latent else ()))
+        kv_Rx, gate_Rh, *q_RQ = ops.linears(x_RH, reads_x)
+        normed_RQ = ops.cache_latents(
+            kv_Rx, weights.kv_a_norm_C, q_RQ[0] if q_latent else None, weights.q_a_norm_Q, LATENT_NORM_EPS,
+            rope_P, latents_Bbx, block_table_nM, position_n,
+        )  # fmt: skip
+        q_Rx = ops.linear(normed_RQ if q_latent else x_RH, weights.q_b)
         key_up_hnC, value_up_hvC = self._up(weights)
-        q_Rhx = torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_Rhn, key_up_hnC), q_rope_Rhr), dim=-1)
-        q_nShx = q_Rhx.unflatten(0, (position_n.shape[0], -1))
-        o_nShC = self.kernels.mla_verify(
+        q_Rhd = q_Rx.unflatten(-1, (key_up_hnC.shape[0], -1))
+        q_nShx = ops.absorb_queries(q_Rhd, key_up_hnC, rope_P, position_n)
+        o_nShC = ops.mla_verify(
             q_nShx, latents_Bbx, block_table_nM, position_n, self.scale, self.arch.kv_lora_rank
         )
-        o_Rhv = torch.einsum("rhc,hvc->rhv", o_nShC.flatten(0, 1), value_up_hvC)
-        return self._finish(weights, x_RH, o_Rhv)
+        return ops.linear(ops.gated_values(o_nShC, value_up_hvC, gate_Rh), weights.out_proj_HhV)
 
     def prefill(
         self, weights: MlaWeights, x_TH: Tensor, at: Placement, latents_Bbx: Tensor, prefixes: Prefixes
     ) -> Tensor:
         """Write the rows of the new tokens and attend to the whole sequences with expanded keys and values."""
         rows_Xx = self.write(weights, x_TH, at, latents_Bbx)
-        if prefixes.lengths != prefixes.key_lengths:
+        if prefixes.pack.lengths != prefixes.pack.key_lengths:
             rows_Xx = latents_Bbx[prefixes.block_X, prefixes.offset_X]
         q_Thd = torch.cat(self._queries(weights, x_TH, at), dim=-1)
         latent_XC, k_rope_Xr = self._split(rows_Xx)
@@ -88,9 +97,7 @@ class LatentAttention:
         kv_Xhx = F.linear(latent_XC, weights.kv_b_hxC.flatten(0, 1)).unflatten(-1, (heads, -1))
         k_nope_Xhn, v_Xhv = kv_Xhx.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), dim=-1)
         k_Xhd = torch.cat((k_nope_Xhn, k_rope_Xr.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
-        o_Thv = prefix_causal_attention(
-            q_Thd, k_Xhd, v_Xhv, prefixes.lengths, prefixes.key_lengths, self.scale
-        )
+        o_Thv = self.prefill_kernels.attend(q_Thd, k_Xhd, v_Xhv, prefixes.pack, self.scale)
         return self._finish(weights, x_TH, o_Thv)
 
     def write(self, weights: MlaWeights, x_RH: Tensor, at: Placement, latents_Bbx: Tensor) -> Tensor:
