@@ -1,9 +1,12 @@
 """Prompts under way from one rollout of grpo to the next: over-sampled rollouts leave some of theirs unfinished."""
 
+import base64
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
+
+import numpy as np
 
 from bailing_mtp.config import RlConfig
 from bailing_mtp.contracts.samples import PartialGroup, RolloutGroup, Sample
@@ -69,23 +72,34 @@ class Backlog:
 
     def _group(self, values: Mapping[str, Any]) -> PartialGroup:
         prompt = self.prompts.prompt(values["number"], values["index"])
+        own = {"prompt_index": prompt.index, "prompt_ids": prompt.prompt_ids}
         samples = [
-            Sample(
-                prompt_index=prompt.index,
-                prompt_ids=prompt.prompt_ids,
-                **{name: tuple(value) if isinstance(value, list) else value for name, value in sample.items()},
-            )
-            for sample in values["samples"]
+            Sample(**own, **{name: _back(value) for name, value in sample.items()}) for sample in values["samples"]
         ]
         return PartialGroup(prompt, values["rollout_step"], tuple(samples))
 
 
 def _plain(group: PartialGroup) -> dict[str, Any]:
-    samples = [{k: v for k, v in asdict(s).items() if k not in _OF_THE_PROMPT} for s in group.samples]
-    prompt = group.prompt
+    names = [field.name for field in fields(Sample) if field.name not in _OF_THE_PROMPT]
     return {
-        "number": prompt.number,
-        "index": prompt.index,
+        "number": group.prompt.number,
+        "index": group.prompt.index,
         "rollout_step": group.rollout_step,
-        "samples": samples,
+        "samples": [{name: _json(getattr(sample, name)) for name in names} for sample in group.samples],
     }
+
+
+def _json(value: Any) -> Any:
+    """A sample's value for JSON: arrays as text, the rest as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    text = base64.b64encode(value.tobytes()).decode("ascii")
+    return {"dtype": value.dtype.name, "shape": list(value.shape), "base64": text}
+
+
+def _back(value: Any) -> Any:
+    if isinstance(value, dict):
+        # Copied, because an array over bytes cannot be written to, and torch wants one that can.
+        flat = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).copy()
+        return flat.reshape(value["shape"])
+    return tuple(value) if isinstance(value, list) else value

@@ -25,7 +25,8 @@ def main(config: GrpoConfig) -> None:
     rl, backlog = config.rl, Backlog(prompts, config.rl)
     policy = open_policy(config, source, context, backlog)
     state = policy.state
-    engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer)
+    settings = engine_config(config, prompts)
+    engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, backlog, tokenizer)
     with Judge(rl, context, tokenizer.decode) as judge:

@@ -107,7 +107,7 @@ class RlConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term to the reference model; 0 = no reference model."""
     routing_replay: bool = False
-    """Train with the experts that the rollout chose."""
+    """Train with the experts that the rollout chose, but for the MTP layer and the reference model."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts under way / prompts trained. Above 1 a rollout ends when prompts_per_rollout prompts have all their
     samples; the others go on in the next one, their tokens with the log-probabilities that drew them. Which end first

@@ -43,6 +43,7 @@ OPTIONS = (
         install="pip install fla-core==0.6.0",
         needs_gpu=True,
     ),
+    Option(path="model.kernels", value="triton", instead="torch", needs_gpu=True),
     Option(
         path="model.backend",
         value="te",
@@ -59,7 +60,6 @@ OPTIONS = (
         module="flash_attn",
         install="pip install --no-build-isolation flash-attn",
         needs_gpu=True,
-        supported=False,
     ),
     Option(
         path="optim.fused",
@@ -79,8 +79,7 @@ OPTIONS = (
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", instead="kernels", supported=False),
-    Option(path="what", value="train", instead="kernels", supported=False),
-    Option(path="rl.routing_replay", value=True, instead="false", supported=False),
+    Option(path="what", value="train", needs_gpu=True),
 )
 
 

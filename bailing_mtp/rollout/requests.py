@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample, SamplingParams
 from bailing_mtp.errors import UserError
 from bailing_mtp.rollout.distribution import StepRules
@@ -65,7 +67,9 @@ class Request:
         if self.stop_strings is not None:
             self.stop_strings.add(sample.response_ids)
 
-    def sample(self, finish_reason: FinishReason, error: str | None = None) -> Sample:
+    def sample(
+        self, finish_reason: FinishReason, error: str | None = None, routes: np.ndarray | None = None
+    ) -> Sample:
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.row.sample_index,
@@ -77,6 +81,7 @@ class Request:
             finish_reason=finish_reason,
             error=error,
             versions=tuple(self.versions),
+            routes=routes,
         )
 
 

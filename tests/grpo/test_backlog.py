@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from bailing_mtp.config import RlConfig
 from bailing_mtp.contracts.samples import PartialGroup, RolloutGroup
 from bailing_mtp.data.tokenizer import Tokenizer
@@ -44,6 +46,7 @@ def _further(group: PartialGroup) -> PartialGroup:
         replace(
             sample(index, i, 0, n, finish_reason=reason, versions=tuple(range(n))),
             prompt_ids=group.prompt.prompt_ids,
+            routes=np.full((3, 2, 4), index + 200, np.int16) if reason == "stop" else None,
             logprobs=tuple(-0.1 / (3 + place) for place in range(n)),
         )
         for i, (reason, n) in enumerate(parts)
@@ -97,6 +100,9 @@ def test_what_is_carried_survives_a_checkpoint(tmp_path: Path, tokenizer: Tokeni
     (ours,), theirs = other.seen, engine.seen[-1]
     assert ours == theirs and len(ours[0].samples) == 3 and ours[0].samples[0].versions
     assert [group.prompt.record for group in ours] == [group.prompt.record for group in theirs]
+    for mine, other in zip(ours[0].samples, theirs[0].samples, strict=True):
+        assert (mine.routes is None) == (other.routes is None) == (mine.finish_reason != "stop")
+        assert mine.routes is None or (mine.routes.dtype == np.int16 and np.array_equal(mine.routes, other.routes))
     assert again.state_dict() == found.state_dict()
 
 
