@@ -12,6 +12,7 @@ def main(config: GrpoConfig) -> None:
     from bailing_mtp.training.policy import PolicyObjective
     from bailing_mtp.training.step import train_step
 
+    from .backlog import Backlog
     from .heldout import HeldOut
     from .judge import Judge
     from .policy import engine_config, find_policy, open_policy
@@ -25,22 +26,22 @@ def main(config: GrpoConfig) -> None:
     opened = open_prompts(config, source)
     tokenizer, prompts = opened.tokenizer, opened.train
     context = join_ranks(config, source.arch)
-    policy = open_policy(config, source, context, prompts)
-    state, rl = policy.state, config.rl
+    rl, backlog = config.rl, Backlog(prompts, config.rl)
+    policy = open_policy(config, source, context, backlog)
+    state = policy.state
     settings = engine_config(config, opened)
     engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
-    progress = RunProgress(config, source, policy, opened)
+    progress = RunProgress(config, source, policy, opened, backlog)
     with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
         held_out = HeldOut(config, opened.valid, engine, judge)
         progress.start(held_out)
         while state.step < config.train.steps:
-            rollouts = Rollouts(config)
+            rollouts = Rollouts(config, state.clock.trained)
             with progress.rolling():
                 while not rollouts.is_enough:
                     with rollouts.timed("switch"):
-                        drawn = prompts.draw(rl.prompts_per_rollout)
-                        groups = engine.generate(drawn, prompts.rollouts, progress.watch(engine, rollouts))
+                        groups = backlog.roll(engine, progress.watch(engine, rollouts))
                     with rollouts.timed("reward"):
                         scores = judge.score(groups)
                     rollouts.add(groups, scores, advantages(scores.rewards, rl.advantage), engine.stats)

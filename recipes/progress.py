@@ -16,6 +16,7 @@ from bailing_mtp.rollout.stats import RolloutStats
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.step import OFFLOAD_S, StepResult
 
+from .backlog import Backlog
 from .checkpoints import RunCheckpoints, tell_fresh_mtp
 from .heldout import HeldOut
 from .policy import Policy
@@ -33,15 +34,17 @@ OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
 class RunProgress:
     """All ranks make the same calls; `compare`, `log` and `close` are collective."""
 
-    def __init__(self, config: GrpoConfig, source: Source, policy: Policy, opened: Prompts) -> None:
-        self._config, self._policy, self._tokenizer = config, policy, opened.tokenizer
+    def __init__(
+        self, config: GrpoConfig, source: Source, policy: Policy, opened: Prompts, backlog: Backlog
+    ) -> None:
+        self._config, self._policy, self._backlog, self._tokenizer = config, policy, backlog, opened.tokenizer
         state = policy.state
         self._context = context = state.context
         flops = training_flops(
             source.arch, 0 if config.mtp.loss_scale is None else config.mtp.depth, config.mtp.detach
         )
         self._report = Report(config, "grpo", context, flops, config.train.steps, state.step)
-        self._checkpoints = RunCheckpoints(config, source, state, opened.train, config.train.steps)
+        self._checkpoints = RunCheckpoints(config, source, state, backlog, config.train.steps)
         self._predicted: dict[str, float] = {}
         self._alarm = FallAlarm()
         if source.fresh_mtp:
@@ -68,7 +71,7 @@ class RunProgress:
         """A callback that shows a rollout as it goes on, and notes the memory it holds."""
         line = ProgressLine(sys.stderr if self._context.is_writer else None)
         config, state = self._config, self._policy.state
-        total = config.rl.prompts_per_rollout * config.sampling.samples_per_prompt // self._context.dp
+        total = self._backlog.n_under_way * config.sampling.samples_per_prompt // self._context.dp
 
         def show(stats: RolloutStats) -> None:
             rollouts.memory_bytes = max(rollouts.memory_bytes, engine.memory_bytes)
@@ -83,7 +86,8 @@ class RunProgress:
         self._predicted = {}
         if not config.rollout.speculative_tokens:
             return
-        if can_predict(config.sampling):
+        # Of an over-sampled rollout the groups hold tokens of older weights, and not all that its statistics count.
+        if can_predict(config.sampling) and config.rl.oversample == 1:
             estimates = predict(config, self._policy.built, groups, self._context)
             self._predicted = predicted_metrics(estimates, stats.depths)
             for line in parted(estimates, stats):
@@ -117,7 +121,8 @@ class RunProgress:
         saved = self._checkpoints.after_step(stops)
         with self.rolling():
             evaluated = {} if stops else held_out.evaluate(step)
-        self._report.log(step, values | rollouts.metrics() | self._predicted | saved | evaluated)
+        counted = rollouts.metrics() | self._backlog.metrics()
+        self._report.log(step, values | counted | self._predicted | saved | evaluated)
         if self._context.is_writer and self._config.rl.samples_kept:
             rollouts.keep(Path(self._config.run_dir) / "rollouts" / f"step_{step}.jsonl", self._tokenizer)
         if stops:

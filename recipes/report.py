@@ -40,10 +40,8 @@ class Report:
         first_step: int = 0,
     ) -> None:
         self._run_dir = Path(config.run_dir)
-        self._context = context
-        self._flops = flops
-        self._steps = steps
-        self._first_step = first_step
+        self._context, self._flops = context, flops
+        self._steps, self._first_step = steps, first_step
         self._sinks = Sinks(config, verb, first_step) if context.is_writer else None
         self._line = ProgressLine(sys.stderr if context.is_writer else None)
         self.pace = Throughput(steps, first_step)

@@ -82,6 +82,15 @@ class GrpoConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _carries_something(self) -> Self:
+        if self.rl.carry_limit is not None and self.rl.oversample == 1:
+            raise ConfigError(
+                f"rl.carry_limit: {self.rl.carry_limit} limits what rl.oversample=1 never does; use null, or "
+                "an rl.oversample above 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mtp_has_its_own_divisor(self) -> Self:
         if self.rl.loss == "gspo":
             check_mtp_divisor(loss_scale=self.mtp.loss_scale, detach=self.mtp.detach, main_loss="rl.loss=gspo")

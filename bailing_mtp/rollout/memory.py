@@ -177,7 +177,7 @@ class MemoryPlan:
             *[((n,), torch.bool)] * 2,
             ((n, self.max_stops), i32),
             ((n, self.max_suppressed), i32),
-            *[((n,), i32)] * 2,
+            *[((n,), i32)] * 3,
             ((n,), torch.int64),
         ]
 
@@ -247,6 +247,8 @@ class SlotState:
     """int32, part of the noise key."""
     sample_index: Tensor
     """int32, part of the noise key."""
+    rollout_step: Tensor
+    """int32, part of the noise key: the rollout that the request began in."""
     seed: Tensor
     """int64, part of the noise key."""
 

@@ -143,6 +143,26 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(
         assert len(kept) > 20 and {name: row[name] for name in kept} == {name: other[name] for name in kept}
 
 
+def test_an_oversampled_run_carries_samples_over_and_continues_exactly(tokenizer: Path, tmp_path: Path):
+    """Five rows at a time, so that the eight prompts' samples end apart; stopped with some of them under way."""
+    arguments = (
+        "train.steps=6", "rl.oversample=2.0", "rl.carry_limit=3", "rl.truncate_importance=2.0",
+        "rollout.max_running=5", "checkpoint.save_every=3", "mtp=detached", "rl.routing_replay=true",
+    )  # fmt: skip
+    rows = run(tokenizer, tmp_path / "whole", *arguments)
+    assert [row["rollout/samples_trained"] for row in rows] == [16] * 6
+    assert all(row["rollout/carried_samples"] > 0 for row in rows) and rows[0]["rollout/stale_tokens"] == 0
+    assert max(row["rollout/stale_tokens"] for row in rows) > 0.1
+    assert all(0 <= row["rollout/mean_version_lag"] <= 3 for row in rows)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_6")
+    again = run(tokenizer, tmp_path / "parts", *arguments)
+    assert [row["step"] for row in again] == list(range(1, 7))
+    for ours, theirs in zip(again[3:], rows[3:], strict=True):
+        kept = [name for name in theirs if not any(part in name for part in TIMES)]
+        assert len(kept) > 20 and {name: ours[name] for name in kept} == {name: theirs[name] for name in kept}
+
+
 def test_a_frozen_layer_drafts_and_stays_in_the_checkpoint(tokenizer: Path, tmp_path: Path):
     arguments = ("train.steps=1", "rl=gspo", "sampling.top_p=0.9", "rl.refill=true")
     (row,) = run(tokenizer, tmp_path / "run", *arguments)
