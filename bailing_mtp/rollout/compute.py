@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
