@@ -41,7 +41,8 @@ class RolloutConfig(Section):
     cuda_graphs: bool = False
     """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one."""
     kernels: Literal["torch", "triton"] = "torch"
-    """Decode kernels: the torch twins (any device), or Triton."""
+    """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
+    Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
     draft_vocabulary: Text | None = None
     """JSON file with the token ids that drafts are drawn from; null = all."""
 
@@ -106,7 +107,7 @@ class RlConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term to the reference model; 0 = no reference model."""
     routing_replay: bool = False
-    """Train with the experts that the rollout chose."""
+    """Train with the experts that the rollout chose, but for the MTP layer and the reference model."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts rolled out / prompts trained; the slowest are cancelled."""
     samples_kept: NonNegativeInt = 16

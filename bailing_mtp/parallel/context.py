@@ -124,6 +124,19 @@ def build_context(
     )
 
 
+def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """A group of the same ranks for small reductions of host values; None for a single rank. Collective.
+
+    On a GPU it is one of its own, so that the host waits for no device.
+    """
+    if group is None or group.size() == 1:
+        return None
+    if device.type == "cpu":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
 def destroy_context() -> None:
     """Forget the groups (tests walk several layouts in one process)."""
     parallel_state.destroy_model_parallel()

@@ -66,14 +66,28 @@ def argmax(logits_tv: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     v = logits_tv.shape[-1]
     local_id_t = logits_tv.argmax(-1)
     local_max_t = logits_tv.gather(-1, local_id_t.unsqueeze(-1)).squeeze(-1)
-    # Not every backend orders NaN in a maximum, so that it travels as +inf, which is as bad.
-    local_max_t = local_max_t.masked_fill(local_max_t.isnan(), torch.inf)
-    max_t = _all_reduce(local_max_t.clone(), dist.ReduceOp.MAX, group)
-    nowhere = v * (1 if group is None else group.size())
-    id_t = torch.where(local_max_t == max_t, local_id_t + _first_row(v, group), nowhere)
-    id_t = _all_reduce(id_t, dist.ReduceOp.MIN, group)
-    finite_t = max_t.isfinite()
+    id_t, finite_t = best(local_id_t + _first_row(v, group), local_max_t, group)
     return torch.where(finite_t, id_t, 0), finite_t
+
+
+@torch.no_grad()
+def best(id_t: Tensor, value_t: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Of every rank's candidate, the id with the largest value, ties to the lower id; and whether that is finite."""
+    # Not every backend orders NaN in a maximum, so that it travels as +inf, which is as bad.
+    value_t = value_t.masked_fill(value_t.isnan(), torch.inf)
+    max_t = _all_reduce(value_t.clone(), dist.ReduceOp.MAX, group)
+    nowhere = torch.iinfo(torch.int64).max
+    id_t = _all_reduce(torch.where(value_t == max_t, id_t, nowhere), dist.ReduceOp.MIN, group)
+    return id_t, max_t.isfinite()
+
+
+@torch.no_grad()
+def join_log_sum_exps(lse: Tensor, group: Group) -> Tensor:
+    """Log-sum-exps over the vocabulary from those over each rank's rows; not finite where one of them is not."""
+    if group is None or group.size() == 1:
+        return lse
+    max_lse = _all_reduce(lse.clone(), dist.ReduceOp.MAX, group).clamp(min=torch.finfo(lse.dtype).min)
+    return max_lse + _sum((lse - max_lse).exp(), group).log()
 
 
 def gumbel_argmax(logits_tv: Tensor, gumbel_tv: Tensor, group: Group) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bailing_mtp.kernels.reference import noise
+from bailing_mtp.kernels.reference.noise import NoiseKeys
 from bailing_mtp.parallel import vocab
-from bailing_mtp.rollout import noise
 from bailing_mtp.rollout.distribution import Distribution, Group, first_id, values_at
-from bailing_mtp.rollout.noise import NoiseKeys
 
 
 class Drafts(NamedTuple):
@@ -26,7 +26,8 @@ class Drafts(NamedTuple):
     tokens_nk: Tensor
     """int64."""
     logits_nkv: Tensor
-    """fp32, processed."""
+    """fp32. Where some row masks or truncates: processed, and log q = logits - lse. Else as the drafter's head gave
+    them, and log q = logits / temperature - lse; at temperature 0, q is a one-hot at the token."""
     lse_nk: Tensor
     """fp32."""
 
@@ -75,13 +76,18 @@ def accept(
         n_accepted_n = accepts_nk.long().cumprod(-1).sum(-1)
     else:
         n_accepted_n = torch.zeros_like(position_n, dtype=torch.int64)
-    n_accepted_n = _from_first_rank(n_accepted_n, group)
+    n_accepted_n = from_first_rank(n_accepted_n, group)
     fresh_n = _draw_fresh(logits_nSv, lse_nS, drafts, n_accepted_n, keys, position_n, group)
-    fresh_n = _from_first_rank(fresh_n, group)
+    fresh_n = from_first_rank(fresh_n, group)
+    return assemble(drafts, n_accepted_n, fresh_n)
+
+
+def assemble(drafts: Drafts, n_accepted_n: Tensor, fresh_n: Tensor) -> Accepted:
+    """Join the accepted drafts and the fresh token of each row."""
+    columns = drafts.tokens_nk.shape[1] + 1
     padded_nS = torch.cat([drafts.tokens_nk, fresh_n.unsqueeze(-1)], dim=-1)
-    is_draft_nS = torch.arange(k + 1, device=position_n.device) < n_accepted_n.unsqueeze(-1)
-    tokens_nS = torch.where(is_draft_nS, padded_nS, fresh_n.unsqueeze(-1))
-    return Accepted(n_accepted_n, tokens_nS)
+    is_draft_nS = torch.arange(columns, device=fresh_n.device) < n_accepted_n.unsqueeze(-1)
+    return Accepted(n_accepted_n, torch.where(is_draft_nS, padded_nS, fresh_n.unsqueeze(-1)))
 
 
 def _draw_fresh(
@@ -122,7 +128,7 @@ def token_log_probs(
     )
 
 
-def _from_first_rank(decision_n: Tensor, group: Group) -> Tensor:
+def from_first_rank(decision_n: Tensor, group: Group) -> Tensor:
     """Rank 0's values: ranks whose logits or noise differ in a bit must not go different ways."""
     if group is not None and group.size() > 1:
         decision_n = decision_n.contiguous()

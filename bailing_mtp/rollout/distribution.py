@@ -34,6 +34,17 @@ class StepRules:
     greedy: bool = False
     """Some row has temperature 0."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but temperatures: a token can be drawn without writing its distribution."""
+        return not (self.masks or self.truncates)
+
+    def joined(self, other: StepRules) -> StepRules:
+        """What the rows of both ask for."""
+        return StepRules(
+            self.truncates or other.truncates, self.masks or other.masks, self.greedy or other.greedy
+        )
+
 
 class RowSettings(NamedTuple):
     """How each of r rows is drawn."""
@@ -87,7 +98,7 @@ def process(logits_rv: Tensor, settings: RowSettings, rules: StepRules, group: G
     all_lse_r = vocab.log_sum_exp(scaled_rv, group)
     finite_r = all_lse_r.isfinite()
     scaled_rv = torch.where(finite_r.unsqueeze(-1), scaled_rv, 0.0)
-    if not (rules.masks or rules.truncates or rules.greedy):
+    if rules.is_plain and not rules.greedy:
         uniform_lse = _log_vocab(logits_rv, group)
         lse_r = torch.where(finite_r, all_lse_r, uniform_lse)
         return Distribution(scaled_rv, lse_r, torch.zeros_like(all_lse_r), finite_r)

@@ -6,17 +6,26 @@ expert-parallel group (ep > tp) run in lock step and end together.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bailing_mtp.config import RolloutConfig
 from bailing_mtp.contracts.samples import Prompt, RolloutGroup, Sample
 from bailing_mtp.errors import UserError
+from bailing_mtp.kernels.reference import decode as torch_kernels
+from bailing_mtp.log import logger
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
+from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
+from bailing_mtp.rollout.launch import DecodeSteps
+from bailing_mtp.rollout.lockstep import Lockstep, bucket, buckets
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
+from bailing_mtp.rollout.prefill import prefill_kernels
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.requests import Limits, TextTokenizer, check_prompt, stop_ids_of
 from bailing_mtp.rollout.runner import Runner
@@ -40,19 +49,32 @@ class RolloutEngine:
         config: RolloutConfig,
         tokenizer: TextTokenizer | None = None,
         drafter: Drafter | None = None,
+        tell: Callable[[str], None] = logger.info,
+        make_capturer: Callable[[torch.device], Capturer] = CudaCapturer,
+        records_routes: bool = False,
     ) -> None:
         """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
-        end-of-text ids, and finds stop strings."""
+        end-of-text ids, and finds stop strings. tell: gets a line for each wait at the start, such as captures.
+        records_routes: samples bring the experts of their tokens. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
         self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
+        self._tell, self._make_capturer = tell, make_capturer
+        self._records_routes = records_routes
+        self._kernels = _decode_kernels(config.kernels)
+        self._lockstep = Lockstep(context)
         self._memory: RolloutMemory | None = None
+        self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate`, over all replicas."""
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory for caches and states that this rank holds now; 0 between rollouts without keep_memory."""
-        return 0 if self._memory is None else self._memory.plan.total_bytes
+        """Device memory for caches, states and graphs that this rank holds now; 0 between rollouts without
+        keep_memory."""
+        if self._memory is None or self._steps is None:
+            return 0
+        graphs = self._steps.graphs
+        return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
 
     def generate(
         self,
@@ -108,9 +130,14 @@ class RolloutEngine:
             config.prefill_tokens,
             config.speculative_tokens,
         )
-        program = Program(view, memory, context)
-        runner = Runner(program, memory, self._drafter, rollout_step, context.tp_group)
-        return RolloutSession(runner, scheduler, context, limits, self._tokenizer, config.speculative_tokens)
+        prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
+        program = Program(view, memory, context, self._kernels, prefills, self._records_routes)
+        steps = self._bound_steps(program, limits, rollout_step)
+        fixed_reach = self._kernels is not torch_kernels
+        runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
+        return RolloutSession(
+            runner, scheduler, self._lockstep, limits, self._tokenizer, config.speculative_tokens
+        )
 
     def close(self) -> None:
         """End a rollout; its session is of no more use. Memory stays only with rollout.keep_memory."""
@@ -118,7 +145,10 @@ class RolloutEngine:
             self.release()
 
     def release(self) -> None:
-        """Give all memory back to the device."""
+        """Give all memory back to the device, graphs included."""
+        if self._steps is not None and self._steps.graphs is not None:
+            self._steps.graphs.release()
+        self._steps = None
         if self._memory is not None:
             self._memory.release()
             self._memory = None
@@ -169,6 +199,20 @@ class RolloutEngine:
             self._memory = RolloutMemory(plan, context.device)
         return self._memory
 
+    def _bound_steps(self, program: Program, limits: Limits, rollout_step: int) -> DecodeSteps:
+        """The steps of this rollout; their graphs are those of the last one if memory and weights are."""
+        if self._steps is None:
+            graphs = None
+            if self._config.cuda_graphs:
+                most = len(buckets(limits.max_running))
+                capturer = self._make_capturer(self._context.device)
+                graphs = StepGraphs(capturer, self._lockstep.any_rank, most, self._tell)
+            self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs, program.route_format)
+        if self._steps.graphs is not None:
+            self._steps.graphs.require_addresses([tensor.data_ptr() for tensor in program.view.tensors()])
+        self._steps.bind(program, self._drafter, self._context.tp_group, rollout_step)
+        return self._steps
+
     def _gather(self, prompts: Sequence[Prompt], samples: list[Sample]) -> list[RolloutGroup]:
         everyone: list[Any] = [samples]
         if self._context.dp > 1:
@@ -181,3 +225,8 @@ class RolloutEngine:
             RolloutGroup(prompt, tuple(sorted(by_prompt[prompt.index], key=lambda s: s.sample_index)))
             for prompt in prompts
         ]
+
+
+def _decode_kernels(name: str) -> ModuleType:
+    """Triton is imported only where the config names it."""
+    return torch_kernels if name == "torch" else importlib.import_module("bailing_mtp.kernels.triton.decode")

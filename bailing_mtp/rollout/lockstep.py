@@ -7,42 +7,56 @@ them stop together. Where ep <= tp a replica is alone and its own wishes are the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.parallel.context import ParallelContext, host_group
+from bailing_mtp.rollout.distribution import StepRules
 
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Shapes(NamedTuple):
-    """Sizes of one iteration: padded prefill tokens, starting rows, decoding rows."""
+    """Sizes of one iteration (padded prefill tokens, starting rows, decoding rows), and what its rows ask for."""
 
     prefill_tokens: int
     starters: int
     decode_rows: int
+    rules: StepRules
 
     @property
     def is_idle(self) -> bool:
-        return self == (0, 0, 0)
+        return self[:3] == (0, 0, 0)
 
 
 class Lockstep:
-    """Agreement of one expert-parallel group, by one small reduction per iteration."""
+    """Agreement of the ranks that communicate inside a step, by small reductions on the host."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._group = context.ep_group if context.ep > context.tp else None
-        self._device = context.device
+        """Collective."""
+        self._replicas_agree = context.ep > context.tp
+        self._group = host_group(context.ep_group if self._replicas_agree else context.tp_group, context.device)
 
     def agree(self, wanted: Shapes) -> Shapes:
         """The largest of each size over the group. Every rank must call it the same number of times."""
-        if self._group is None:
+        if not self._replicas_agree:
             return wanted
-        sizes = torch.tensor(wanted, device=self._device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._group)
-        return Shapes(*sizes.tolist())
+        prefill, starters, decode, *flags = self._largest([*wanted[:3], *astuple(wanted.rules)])
+        return Shapes(prefill, starters, decode, StepRules(*map(bool, flags)))
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self._largest([flag])[0])
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        numbers = torch.tensor([int(value) for value in values])
+        if self._group is not None:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return numbers.tolist()
 
 
 def bucket(rows: int) -> int:
@@ -52,3 +66,8 @@ def bucket(rows: int) -> int:
     if rows <= _SMALL_BUCKETS[-1]:
         return next(size for size in _SMALL_BUCKETS if size >= rows)
     return -(-rows // 32) * 32
+
+
+def buckets(rows: int) -> tuple[int, ...]:
+    """All sizes of steps of up to `rows` rows."""
+    return tuple(sorted({bucket(count) for count in range(1, rows + 1)}))

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
+import numpy as np
 
-from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample
+from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample, SamplingParams
 from bailing_mtp.errors import UserError
 from bailing_mtp.rollout.distribution import StepRules
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.sequences import Row
 from bailing_mtp.rollout.stops import StopStrings
+from bailing_mtp.rollout.transfer import to_device
 
 
 class TextTokenizer(Protocol):
@@ -55,7 +56,9 @@ class Request:
     kept_logmass: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def sample(self, finish_reason: FinishReason, error: str | None = None) -> Sample:
+    def sample(
+        self, finish_reason: FinishReason, error: str | None = None, routes: np.ndarray | None = None
+    ) -> Sample:
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.row.sample_index,
@@ -67,6 +70,7 @@ class Request:
             finish_reason=finish_reason,
             error=error,
             versions=tuple(self.versions),
+            routes=routes,
         )
 
 
@@ -114,13 +118,12 @@ def check_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, vocab_size: in
         raise UserError(f"{where}: sampling.stop_strings need a tokenizer and there is none")
 
 
-def step_rules(prompts: Sequence[Prompt]) -> StepRules:
-    """What the rows of one step ask for between them."""
-    settings = [prompt.sampling for prompt in prompts]
+def rules_of(sampling: SamplingParams) -> StepRules:
+    """What a row with these settings asks of its steps."""
     return StepRules(
-        truncates=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1) for s in settings),
-        masks=any(s.suppress_token_ids or s.min_new_tokens for s in settings),
-        greedy=any(s.temperature == 0 for s in settings),
+        truncates=sampling.temperature > 0 and (sampling.top_k is not None or sampling.top_p < 1),
+        masks=bool(sampling.suppress_token_ids or sampling.min_new_tokens),
+        greedy=sampling.temperature == 0,
     )
 
 
@@ -129,7 +132,7 @@ def write_settings(memory: RolloutMemory, requests: Sequence[Request]) -> None:
     if not requests:
         return
     state, device = memory.slots, memory.device
-    slots = torch.tensor([request.row.slot for request in requests], device=device)
+    slots = to_device([request.row.slot for request in requests], device)
     settings = [request.prompt.sampling for request in requests]
     columns = {
         "temperature": [s.temperature for s in settings],
@@ -148,7 +151,7 @@ def write_settings(memory: RolloutMemory, requests: Sequence[Request]) -> None:
     }
     for name, values in columns.items():
         target = getattr(state, name)
-        target[slots] = torch.tensor(values, dtype=target.dtype, device=device)
+        target[slots] = to_device(values, device, target.dtype)
 
 
 def _padded(ids: Sequence[int], length: int) -> list[int]:

@@ -9,6 +9,7 @@ youngest sequence gives up its own and is prefilled again later.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 
 from bailing_mtp.rollout.blocks import BlockPool, blocks_for
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Plan, Row
@@ -57,12 +58,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self._waiting or self._filling or self._ready)
 
-    def plan(self) -> Plan:
-        """Decide one iteration and take the slots and blocks for it. RuntimeError if work is left but none fits."""
+    def plan(self, drain: Callable[[], None] = lambda: None) -> Plan:
+        """Decide one iteration and take the slots and blocks for it. RuntimeError if work is left but none fits.
+
+        drain: reads the results of all steps under way, so that no row has unread tokens.
+        """
         self._events = []
         for row in sorted(self.running, key=lambda row: row.key):
             if row.state == "running":
-                self._reserve(row)
+                self._reserve(row, drain)
         decode = tuple(self.running)
         starters = self._fork_ready(idle=not decode)
         self._admit()
@@ -102,20 +106,22 @@ class Scheduler:
     # Blocks of rows
 
     def _needed_blocks(self, row: Row) -> int:
-        """Blocks for the tokens of a row and one step more."""
-        tokens = min(row.fill_tokens + self._ahead_tokens, row.limit_tokens)
+        """Blocks for the tokens of a row, those of the steps under way, and one step more."""
+        tokens = min(row.fill_tokens + row.unread_tokens + self._ahead_tokens, row.limit_tokens)
         return blocks_for(tokens, self._block_tokens)
 
-    def _reserve(self, row: Row) -> None:
+    def _reserve(self, row: Row, drain: Callable[[], None]) -> None:
         """Give a running row blocks for one step; the youngest sequences lose theirs for it, or it its own."""
-        missing = self._needed_blocks(row) - len(row.blocks)
-        while missing > self.pool.n_free:
-            victim = max([*self.running, *self._filling, *self._ready], key=lambda holder: holder.key)
-            self._preempt(victim)
-            if victim is row:
-                return
-        if missing > 0:
-            self._assign(row, missing)
+        if self._missing(row) > self.pool.n_free:
+            # Results may end rows or show that fewer tokens came; and a victim is prefilled with all of its own.
+            drain()
+        while row.state == "running" and self._missing(row) > self.pool.n_free:
+            self._preempt(max([*self.running, *self._filling, *self._ready], key=lambda holder: holder.key))
+        if row.state == "running" and self._missing(row) > 0:
+            self._assign(row, self._missing(row))
+
+    def _missing(self, row: Row) -> int:
+        return self._needed_blocks(row) - len(row.blocks)
 
     def _assign(self, sequence: Row | Group, count: int) -> None:
         blocks = self.pool.allocate(count)

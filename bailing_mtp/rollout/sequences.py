@@ -40,6 +40,8 @@ class Row(Sequence):
     response: list[int] = field(default_factory=list)
     """Tokens so far; the last one is pending: sampled, in no cache."""
     state: RowState = "waiting"
+    unread_tokens: int = 0
+    """Tokens that steps under way may commit, whose results the host has not read."""
 
     @property
     def key(self) -> tuple[int, int]:

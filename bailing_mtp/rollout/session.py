@@ -1,4 +1,8 @@
-"""One rollout under way: requests come, are stepped, may be cancelled, and end as samples."""
+"""One rollout under way: requests come, are stepped, may be cancelled, and end as samples.
+
+The host runs ahead of the device: an iteration is launched before the results of the one before it are read. A row
+that has ended on the device may so be named by one more step, in which it gains nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,20 @@ from collections.abc import Sequence
 
 from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample
 from bailing_mtp.errors import UserError
-from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.distribution import StepRules
+from bailing_mtp.rollout.flights import Flights, Landed
 from bailing_mtp.rollout.lockstep import Lockstep, Shapes, bucket
 from bailing_mtp.rollout.requests import (
     Limits,
     Request,
     TextTokenizer,
     check_prompt,
-    step_rules,
+    rules_of,
     stop_ids_of,
     write_settings,
 )
-from bailing_mtp.rollout.runner import RowResult, Runner
+from bailing_mtp.rollout.results import RowResult
+from bailing_mtp.rollout.runner import Runner
 from bailing_mtp.rollout.scheduler import Scheduler
 from bailing_mtp.rollout.sequences import Plan, Row
 from bailing_mtp.rollout.stats import RolloutStats
@@ -39,14 +44,15 @@ class RolloutSession:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        context: ParallelContext,
+        lockstep: Lockstep,
         limits: Limits,
         tokenizer: TextTokenizer | None,
         drafts: int,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
-        self._lockstep = Lockstep(context)
+        self._lockstep, self._flights = lockstep, Flights(runner.program.route_format)
         self._tokenizer, self._drafts = tokenizer, drafts
+        self._rules = StepRules()
         self._view = runner.program.view
         self._requests: dict[Row, Request] = {}
         self._rows: dict[int, list[Row]] = {}
@@ -61,6 +67,7 @@ class RolloutSession:
         sampling, tokenizer = prompt.sampling, self._tokenizer
         rows = self._scheduler.submit(prompt.prompt_ids, prompt.samples_per_prompt, sampling.max_new_tokens)
         self._rows[prompt.index] = rows
+        self._rules = self._rules.joined(rules_of(sampling))
         stop_ids = stop_ids_of(prompt, tokenizer)
         for row in rows:
             watch = StopStrings(sampling.stop_strings, tokenizer.decode) if sampling.stop_strings else None
@@ -82,44 +89,56 @@ class RolloutSession:
         return done
 
     def step(self) -> bool:
-        """One iteration: admissions, a prefill, first tokens, one decode step. False once all replicas are idle.
+        """One iteration: admissions, a prefill, first tokens, one decode step are launched; what was launched
+        before is read. False once all replicas are idle.
 
         Raises StaleWeights if the trainer has stepped since the session was opened.
         """
-        runner, scheduler = self._runner, self._scheduler
+        scheduler = self._scheduler
         self._view.require_current()
-        plan = scheduler.plan() if scheduler.has_work else _IDLE
-        n_rows = len(plan.decode) + len(plan.starters)
-        wanted = Shapes(plan.prefill_tokens, len(plan.starters), bucket(n_rows))
+        plan = scheduler.plan(self.drain) if scheduler.has_work else _IDLE
+        running = [*plan.decode, *(row for row, _ in plan.starters)]
+        wanted = Shapes(plan.prefill_tokens, len(plan.starters), bucket(len(running)), self._rules)
         shapes = self._lockstep.agree(wanted)
+        # Once joined never parted: few sets of rules, few graphs.
+        self._rules = shapes.rules
         if shapes.is_idle:
+            self.drain()
             return False
-        runner.apply(plan.before)
-        runner.prefill(plan.chunks, shapes.prefill_tokens)
-        runner.apply(plan.after)
-        starters = [row for row, _ in plan.starters]
-        write_settings(runner.memory, [self._requests[row] for row in starters])
-        for row, result in zip(
-            starters, runner.start(plan.starters, shapes.starters, self._rules(starters)), strict=True
-        ):
-            self._receive(row, result)
-        running = [row for row in (*plan.decode, *starters) if row.state == "running"]
-        self._decode(running, shapes.decode_rows)
-        runner.forget()
+        n_before = len(self._flights)
+        self._launch(plan, running, shapes)
+        for landed in self._flights.land(n_before):
+            self._read(landed)
         self.stats.prefilled_tokens += plan.prefill_tokens
         self.stats.preemptions = scheduler.preemptions
         self.stats.stop_clock()
         return True
 
-    def _decode(self, running: Sequence[Row], padded: int) -> None:
-        results = self._runner.decode(running, padded, self._rules(running), self._drafts)
-        if running:
-            self.stats.add_step(len(running), self._limits.max_running, self._drafts)
-        for row, result in zip(running, results, strict=True):
-            self.stats.add_row(self._receive(row, result), result.n_accepted, self._drafts)
+    def drain(self) -> None:
+        """Read all that is launched."""
+        for landed in self._flights.land(len(self._flights)):
+            self._read(landed)
 
-    def _rules(self, rows: Sequence[Row]) -> StepRules:
-        return step_rules([self._requests[row].prompt for row in rows])
+    def _launch(self, plan: Plan, running: Sequence[Row], shapes: Shapes) -> None:
+        runner, flights = self._runner, self._flights
+        runner.apply(plan.before)
+        runner.prefill(plan.chunks, shapes.prefill_tokens)
+        runner.apply(plan.after)
+        starters = [row for row, _ in plan.starters]
+        write_settings(runner.memory, [self._requests[row] for row in starters])
+        flights.add(starters, None, runner.start(plan.starters, shapes.starters, shapes.rules))
+        flights.add(running, self._drafts, runner.decode(running, shapes.decode_rows, shapes.rules, self._drafts))
+        runner.forget()
+
+    def _read(self, landed: Landed) -> None:
+        """Take results; those of rows that have ended meanwhile mean nothing."""
+        live = [(row, found) for row, found in zip(*landed[::2], strict=True) if row.state == "running"]
+        if landed.drafts is not None and live:
+            self.stats.add_step(len(live), self._limits.max_running, landed.drafts)
+        for row, result in live:
+            kept = self._receive(row, result)
+            if landed.drafts is not None:
+                self.stats.add_row(kept, result.n_accepted, landed.drafts)
 
     def _receive(self, row: Row, result: RowResult) -> int:
         """Take a row's new tokens; returns how many stay in the response."""
@@ -129,6 +148,8 @@ class RolloutSession:
         if cut is not None:
             tokens, state, error = tokens[:cut], STOP, False
         kept = len(tokens)
+        if result.routes is not None:
+            self._runner.routes.committed(row, result.routes)
         row.response += tokens
         request.logprobs += result.raw[:kept]
         request.processed_logprobs += result.processed[:kept]
@@ -144,5 +165,5 @@ class RolloutSession:
 
     def _finish(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
         self._scheduler.finish(row)
-        self._done.append(self._requests.pop(row).sample(reason, error))
+        self._done.append(self._requests.pop(row).sample(reason, error, self._runner.routes.take(row)))
         self.stats.samples += 1

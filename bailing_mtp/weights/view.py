@@ -11,7 +11,7 @@ Widths and heads are this rank's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor, nn
 
@@ -112,6 +112,10 @@ class WeightsView:
     """Optimizer steps that the weights had seen when this view was published."""
     clock: WeightsClock
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        return _tensors(self)
+
     def require_current(self) -> None:
         """Raises StaleWeights when an optimizer step has changed the weights under this view."""
         if self.clock.trained != self.version:
@@ -119,6 +123,15 @@ class WeightsView:
                 f"these weights were published at version {self.version}, but the trainer is at "
                 f"{self.clock.trained}: publish again"
             )
+
+
+def _tensors(node: object) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    if isinstance(node, tuple):
+        return [tensor for part in node for tensor in _tensors(part)]
+    is_weights = is_dataclass(node) and type(node).__name__.endswith(("Weights", "View"))
+    return [tensor for part in fields(node) for tensor in _tensors(getattr(node, part.name))] if is_weights else []
 
 
 def publish(trunk: nn.Module, mtp: nn.Module | None, shard: Shard, clock: WeightsClock) -> WeightsView:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from bailing_mtp.rollout.accept import Drafts
-from bailing_mtp.rollout.draft import StepRows
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.rows import StepRows
 
 
 class ScriptedDrafter:

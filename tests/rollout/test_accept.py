@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bailing_mtp.rollout import noise
+from bailing_mtp.kernels.reference import noise
 from bailing_mtp.rollout.accept import Drafts, accept, no_drafts, token_log_probs
 from bailing_mtp.rollout.distribution import Distribution, StepRules, process
 from tests.rollout.helpers import ALL_RULES, chi_square_p, noise_keys, settings

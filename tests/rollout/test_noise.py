@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bailing_mtp.rollout import noise
+from bailing_mtp.kernels.reference import noise
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, output.
 KNOWN = [

@@ -8,6 +8,7 @@ from bailing_mtp.kernels.reference.mla_verify import apply_rope, mla_verify, rop
 from bailing_mtp.kernels.reference.norm import add_rms_norm, rms_norm
 from bailing_mtp.kernels.reference.router import route
 from bailing_mtp.kernels.reference.rows import embed, norm_pair, step_rows
+from bailing_mtp.kernels.reference.sampling import draw, log_sum_exps
 
 __all__ = [
     "KdaLayerMemory",
@@ -16,12 +17,14 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "cache_latents",
+    "draw",
     "embed",
     "experts",
     "gated_values",
     "kda_verify",
     "linear",
     "linears",
+    "log_sum_exps",
     "mla_verify",
     "norm_pair",
     "rms_norm",

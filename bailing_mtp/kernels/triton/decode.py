@@ -13,6 +13,7 @@ from bailing_mtp.kernels.triton.mla_verify import mla_verify
 from bailing_mtp.kernels.triton.norm import add_rms_norm, rms_norm
 from bailing_mtp.kernels.triton.router import route
 from bailing_mtp.kernels.triton.rows import embed, norm_pair, step_rows
+from bailing_mtp.kernels.triton.sampling import draw, log_sum_exps
 from bailing_mtp.kernels.triton.swiglu import swiglu
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "cache_latents",
+    "draw",
     "embed",
     "experts",
     "gated_values",
     "kda_verify",
     "linear",
     "linears",
+    "log_sum_exps",
     "mla_verify",
     "norm_pair",
     "rms_norm",

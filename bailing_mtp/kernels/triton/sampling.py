@@ -1,31 +1,21 @@
 """Drawing from large vocabularies in one pass over the logits: log-sum-exp, and Gumbel argmax with its own noise.
 
-The noise is that of rollout.noise: Philox4x32-10 with key (seed, step) and counter (vocabulary id >> 2, position
-* 4 + purpose, prompt index, sample index); token id takes word id & 3. A vocabulary split over ranks draws each
-rank's best, which the caller compares.
+The noise is that of kernels.reference.noise: Philox4x32-10 with key (seed, step) and counter (vocabulary id >> 2,
+position * 4 + purpose, prompt index, sample index); token id takes word id & 3. A vocabulary split over ranks draws
+each rank's best, which the caller compares.
 
 Shape legend: r rows of logits, n rows to draw, v this rank's vocabulary rows, P parts of a row.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bailing_mtp.kernels.reference.sampling import Drawn, Residual
+
 PART = 4096
 """Vocabulary ids of a program."""
-
-
-class Drawn(NamedTuple):
-    """This rank's best of each row: global ids int64, values fp32 (-inf where nothing may be drawn)."""
-
-    id_n: Tensor
-    value_n: Tensor
-    likeliest_id_n: Tensor
-    """The id of the largest logit, for rows whose every score is -inf."""
-    likeliest_n: Tensor
 
 
 @triton.jit
@@ -140,19 +130,6 @@ def _draw_join(value_n, id_n, part_value, part_id, P, P_PAD: tl.constexpr):
     best, at = tl.max(value_P, axis=0, return_indices=True)
     tl.store(value_n + row, best)
     tl.store(id_n + row, tl.load(part_id + row * P + at))
-
-
-class Residual(NamedTuple):
-    """The drafts' distributions, to be taken from the target's where `residual_n` says so."""
-
-    q_logits_xv: Tensor
-    q_row_n: Tensor
-    """int64, row of q_logits."""
-    p_lse_n: Tensor
-    """fp32, of the tempered logits of the row drawn from; so is q_lse."""
-    q_lse_n: Tensor
-    residual_n: Tensor
-    """bool."""
 
 
 def draw(

@@ -65,10 +65,15 @@ def accept_uniform(keys: NoiseKeys, position_nk: Tensor) -> Tensor:
 
 def gumbel(keys: NoiseKeys, position_n: Tensor, purpose: int, first_id: int, v: int) -> Tensor:
     """Gumbel noise of vocabulary ids first_id .. first_id + v - 1 for one token per row; fp32 [n, v]."""
+    return gumbel_at(keys, position_n * 4 + purpose, first_id, v)
+
+
+def gumbel_at(keys: NoiseKeys, counter_n: Tensor, first_id: int, v: int) -> Tensor:
+    """As `gumbel`, given the second word of the counter."""
     first_block, last_block = first_id >> 2, (first_id + v - 1) >> 2
-    block = torch.arange(first_block, last_block + 1, device=position_n.device)
+    block = torch.arange(first_block, last_block + 1, device=counter_n.device)
     seed, step, prompt_index, sample_index = (word.unsqueeze(-1) for word in keys)
-    counter = (block.unsqueeze(0), (position_n * 4 + purpose).unsqueeze(-1), prompt_index, sample_index)
+    counter = (block.unsqueeze(0), counter_n.unsqueeze(-1), prompt_index, sample_index)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed, step))), dim=-1).flatten(1)
     skipped = first_id - first_block * 4
     return to_gumbel(to_uniform(words[:, skipped : skipped + v]))

@@ -1,0 +1,48 @@
+"""Between host and device without waiting: values go out through pinned memory, results come back behind an event.
+
+On a CPU both are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Host values on the device; the copy is queued, nothing waits for it."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    # The allocator of pinned memory keeps a block until the copies that read it are done.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """int64 tensors of the host on the device, in one queued copy."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    assert flat.dtype is torch.int64
+    parts = to_device(flat, device).split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+
+
+class Pending:
+    """Device values on their way to the host; the source may change as soon as this is made."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host = values.clone()
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
