@@ -89,8 +89,11 @@ def _kda_verify(
         tl.debug_barrier()
     key_target = (1 - parity) * key_stride + (slot * T * h + head) * D + ids_cj
     first = row * S * h + head
-    # The first token's vectors are on their way before the state has come and gone.
-    decay_cj, k_cj, q_cj, v_V = _vectors(decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, 0)
+    # A token's vectors are fetched under the one before, the first's under the state; not where a program holds
+    # so much of a state that there are no registers for them.
+    AHEAD: tl.constexpr = S == 1 or not FUSED
+    if AHEAD:
+        decay_cj, k_cj, q_cj, v_V = _vectors(decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, 0)
 
     key_source = parity * key_stride + (slot * T * h + head) * D + ids_cj
     update_source = parity * update_stride + (slot * T * h + head) * V + ids_V
@@ -106,8 +109,12 @@ def _kda_verify(
     Y: tl.constexpr = X + h * (D + V) + h
     updates, outputs = (), ()
     for s in tl.static_range(S):
+        if not AHEAD:
+            decay_cj, k_cj, q_cj, v_V = _vectors(
+                decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, s
+            )
         this_decay_cj, this_k_cj, this_q_cj, this_v_V = decay_cj, k_cj, q_cj, v_V
-        if s + 1 < S:
+        if AHEAD and s + 1 < S:
             decay_cj, k_cj, q_cj, v_V = _vectors(
                 decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, s + 1
             )
@@ -163,6 +170,9 @@ def _options(programs: int, tokens: int, state_values: int, fused: bool) -> dict
         if tokens > 1 and state_values == 128 * 128:
             return {"num_warps": warps, "maxnreg": 128}
         warps = 4
+    if not fused and state_values == V_TILE * 128:
+        # Three programs to a multiprocessor.
+        return {"num_warps": warps, "maxnreg": 168}
     return {"num_warps": max(1, min(warps, state_values // 512))}
 
 
