@@ -1,4 +1,4 @@
-"""Kernels and passes of a decode step on one GPU: python -m recipes.benchmark what=kernels
+"""Speed on one GPU, with random weights: python -m recipes.benchmark what=kernels (of a decode step) or what=train
 
 Prints a table and writes <run_dir>/benchmark.json. A kernel is timed only where it equals its torch twin; where
 one does not, the rest is measured and the exit code is 1.
@@ -23,7 +23,7 @@ FILE = "benchmark.json"
 
 def main(config: BenchmarkConfig) -> None:
     if Ranks.from_environment().world_size > 1:
-        raise UserError("what: kernels runs in one process; start it without torchrun")
+        raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
     import torch
     import triton
 
@@ -40,6 +40,11 @@ def main(config: BenchmarkConfig) -> None:
         "copy_tb_per_s": config.copy_tb_per_s,
     }
     print("\n".join(f"  {name}: {value}" for name, value in about.items()), flush=True)
+    if config.what == "train":
+        from .bench_train_run import run_train
+
+        run_train(config, about, Path(config.run_dir) / FILE)
+        return
     with torch.no_grad():
         measure(config, device, GraphTimer(device, config.replays), about)
 

@@ -116,6 +116,7 @@ def model_settings(
         kda=model.kda,
         experts=model.experts,
         attention=model.attention,
+        kernels=model.kernels,
         recompute=recompute,
         expert_bias_rate=expert_bias_rate,
     )

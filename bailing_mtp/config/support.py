@@ -45,6 +45,7 @@ OPTIONS = (
         install="pip install fla-core==0.6.0",
         needs_gpu=True,
     ),
+    Option(path="model.kernels", value="triton", instead="torch", needs_gpu=True),
     Option(
         path="model.backend",
         value="te",
@@ -61,7 +62,6 @@ OPTIONS = (
         module="flash_attn",
         install="pip install --no-build-isolation flash-attn",
         needs_gpu=True,
-        supported=False,
     ),
     Option(
         path="optim.fused",
@@ -81,7 +81,7 @@ OPTIONS = (
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", instead="kernels", supported=False),
-    Option(path="what", value="train", instead="kernels", supported=False),
+    Option(path="what", value="train", needs_gpu=True),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
 

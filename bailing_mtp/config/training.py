@@ -31,6 +31,9 @@ class ModelConfig(Section):
     """Chunked KDA in training: the torch twin (any device), or fla's Triton kernels (GPU only)."""
     experts: Literal["loop", "grouped"] = "loop"
     """Experts in training: one after the other, or one grouped GEMM (sizes must be multiples of 16 bytes)."""
+    kernels: Literal["torch", "triton"] = "torch"
+    """Element-wise pieces of training (SwiGLU, gated norm, routing, log-probabilities of the head): torch, or this
+    package's Triton kernels (GPU only)."""
     architecture: dict[str, JsonValue] | None = None
     """Sizes under the key names of an HF config.json; null = read from checkpoint.load."""
 
@@ -108,7 +111,8 @@ class TrainConfig(Section):
     microbatch_tokens: PositiveInt = 4096
     """Tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward."""
+    """Activations computed again in the backward: none; the inputs and SwiGLU of grouped experts and KDA between
+    its projections; or whole layers."""
     log_every: PositiveInt = 1
     """Steps between two lines of metrics.jsonl."""
     eval_every: PositiveInt | None = None

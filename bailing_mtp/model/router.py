@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -81,13 +82,39 @@ class GroupLimitedRouter(TopKRouter):
             self.config.moe_router_group_topk,
             self.topk,
         )
-        if self._replay is not None:
-            replay, layer = self._replay
-            expert_ids_tk = replay.chosen(layer, expert_ids_tk)
+        expert_ids_tk = self._replayed(expert_ids_tk)
         routing_map = torch.zeros_like(scores_tE, dtype=torch.bool).scatter_(-1, expert_ids_tk, True)
         self._count(routing_map, padding_mask)
         weights_tk = route_weights(scores_tE, expert_ids_tk, self.config.moe_router_topk_scaling_factor)
         return torch.zeros_like(scores_tE).scatter(-1, expert_ids_tk, weights_tk), routing_map
+
+    def chosen(self, hidden: Tensor, padding_mask: Tensor | None, kernels: ModuleType) -> tuple[Tensor, Tensor]:
+        """Expert ids and fp32 route weights, both [t, k], of [s, 1, H]; as `routing`, which lays them out over all
+        experts. `padding_mask` [1, s] is True on tokens not to count; `kernels.choose` chooses.
+        """
+        self._maintain_float32_expert_bias()
+        logits_tE = self.gating(hidden).view(-1, self.num_experts)
+        config = self.config
+        expert_ids_tk, _ = kernels.choose(
+            logits_tE.detach().float(),
+            self.expert_bias,
+            config.moe_router_num_groups,
+            config.moe_router_group_topk,
+            self.topk,
+            config.moe_router_topk_scaling_factor,
+        )
+        expert_ids_tk = self._replayed(expert_ids_tk)
+        scores_tk = torch.sigmoid(logits_tE.float().gather(-1, expert_ids_tk))
+        weights_tk = scores_tk / (scores_tk.sum(dim=-1, keepdim=True) + 1e-20) * config.moe_router_topk_scaling_factor
+        if self.training and torch.is_grad_enabled():
+            self._count(torch.zeros_like(logits_tE, dtype=torch.bool).scatter_(-1, expert_ids_tk, True), padding_mask)
+        return expert_ids_tk, weights_tk
+
+    def _replayed(self, own_ids_tk: Tensor) -> Tensor:
+        if self._replay is None:
+            return own_ids_tk
+        replay, layer = self._replay
+        return replay.chosen(layer, own_ids_tk)
 
     def _count(self, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         # Under full recompute the first forward runs without gradients, so each token counts once.

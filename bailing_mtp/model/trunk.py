@@ -17,7 +17,7 @@ from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.layers import rope_table, sharded_parameter
 from bailing_mtp.model.replay import Pack, RouteReplay
 from bailing_mtp.model.settings import ModelSettings, transformer_config
-from bailing_mtp.model.specs import trunk_spec
+from bailing_mtp.model.specs import head_kernels, trunk_spec
 from bailing_mtp.parallel.context import ParallelContext
 
 
@@ -37,6 +37,8 @@ class BailingModel(MegatronModule):
         super().__init__(config)
         self.arch = arch
         self.context = context
+        self.head_kernels = head_kernels(settings)
+        """What the losses read logits with; None for torch's functions."""
         self.embedding = VocabParallelEmbedding(
             arch.vocab_size,
             arch.hidden_size,

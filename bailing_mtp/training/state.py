@@ -78,6 +78,8 @@ def build_state(
         optimizer = get_megatron_optimizer(
             _optimizer_config(built, optim), chunks, use_gloo_process_groups=False, pg_collection=context.groups
         )
+    if context.device.type == "cuda":
+        _fuse_updates(optimizer)
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
     return TrainState(context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen)
@@ -108,6 +110,14 @@ def _optimizer_config(built: BuiltModel, optim: OptimConfig) -> OptimizerConfig:
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+
+
+def _fuse_updates(optimizer: ChainedOptimizer) -> None:
+    """torch's Adam in one kernel: its default on a GPU holds temporaries as large as the parameters."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
 
 
 def _scheduler(optimizer: ChainedOptimizer, optim: OptimConfig, steps: int) -> OptimizerParamScheduler:

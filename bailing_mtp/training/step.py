@@ -74,8 +74,9 @@ def accumulate_gradients(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    for index, batch in enumerate(microbatches):
-        batch = batch.padded_to(state.context.tp).to(state.context.device)
+    # All before the first forward: a copy from the host waits for the work that is queued when it comes.
+    on_device = [batch.padded_to(state.context.tp).to(state.context.device) for batch in microbatches]
+    for index, batch in enumerate(on_device):
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
             terms = objective(state, batch, counts)
             terms.total.backward()

@@ -42,7 +42,7 @@ def test_mistakes_are_named(arguments: list[str], line: str):
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(line)
 
 
-@pytest.mark.parametrize("what", ["decode", "train"])
+@pytest.mark.parametrize("what", ["decode"])
 def test_what_is_not_built_yet_is_refused_by_name(what: str):
     with pytest.raises(ConfigError) as caught:
         check_backends(config_of(f"what={what}"), has_gpu=True)
