@@ -6,8 +6,8 @@ Shape legend: n rows of a step, S tokens fed to each, R = n * S rows of logits, 
 import torch
 from torch import Tensor
 
-from bailing_mtp.kernels.triton import sampling
 from bailing_mtp.kernels.reference import noise
+from bailing_mtp.kernels.triton import sampling
 
 from .bench_case import TOLERANCE, Call, Case, Draw, Workload, differing_rows, worst_error
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bailing_mtp.parallel import vocab
 from bailing_mtp.kernels.reference import noise
-from bailing_mtp.rollout.distribution import Distribution, Group, first_id, values_at
 from bailing_mtp.kernels.reference.noise import NoiseKeys
+from bailing_mtp.parallel import vocab
+from bailing_mtp.rollout.distribution import Distribution, Group, first_id, values_at
 
 
 class Drafts(NamedTuple):

@@ -312,8 +312,8 @@ def check_log_sum_exps(device: str, dtype: torch.dtype, *, r: int, v: int) -> No
 
 def check_draw(device: str, dtype: torch.dtype, *, n: int, v: int, first_id: int) -> None:
     """Plain, greedy and residual rows against the noise and the arithmetic of the rollout in plain torch."""
-    from bailing_mtp.kernels.triton import sampling
     from bailing_mtp.kernels.reference import noise
+    from bailing_mtp.kernels.triton import sampling
 
     draw = Draw(device, dtype, n + v)
     p, q = draw.normal(2 * n, v, scale=3.0), draw.normal(n, v, scale=3.0)

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from bailing_mtp.rollout.distribution import RowSettings, StepRules
 from bailing_mtp.kernels.reference.noise import NoiseKeys
+from bailing_mtp.rollout.distribution import RowSettings, StepRules
 
 ALL_RULES = StepRules(truncates=True, masks=True, greedy=True)
 
