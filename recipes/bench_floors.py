@@ -50,6 +50,31 @@ class Floors:
         """Values in and out, and a cosine and a sine of each pair."""
         return R * self.arch.qk_rope_head_dim * (2 * heads * self.item_bytes + FP32_BYTES)
 
+    def cache_latents(self, R: int) -> int:
+        """Latent rows and query latents in and out."""
+        arch = self.arch
+        values = arch.kv_lora_rank + arch.qk_rope_head_dim + (arch.q_lora_rank or 0)
+        return R * (2 * values * self.item_bytes + arch.qk_rope_head_dim * FP32_BYTES)
+
+    def absorb_queries(self, R: int) -> int:
+        """The key up-projection; queries in, as wide as cached rows out."""
+        arch, heads = self.arch, self.arch.num_heads
+        weight = heads * arch.qk_nope_head_dim * arch.kv_lora_rank
+        values = heads * (arch.qk_head_dim + arch.kv_lora_rank + arch.qk_rope_head_dim)
+        return (weight + R * values) * self.item_bytes + R * arch.qk_rope_head_dim * FP32_BYTES
+
+    def gated_values(self, R: int) -> int:
+        """The value up-projection; latent outputs and gates in, values out."""
+        arch, heads = self.arch, self.arch.num_heads
+        weight = heads * arch.v_head_dim * arch.kv_lora_rank
+        return (weight + R * heads * (arch.kv_lora_rank + 1 + arch.v_head_dim)) * self.item_bytes
+
+    def embed(self, R: int) -> int:
+        return 2 * R * self.arch.hidden_size * self.item_bytes
+
+    def norm_pair(self, R: int) -> int:
+        return (4 * R + 2) * self.arch.hidden_size * self.item_bytes
+
     def rms_norm(self, R: int) -> int:
         return (2 * R + 1) * self.arch.hidden_size * self.item_bytes
 
@@ -66,11 +91,11 @@ class Floors:
         return experts + R * (arch.hidden_size * self.item_bytes + arch.experts_per_token * CHOICE_BYTES)
 
     def experts(self, R: int, touched: int) -> int:
-        """The three matrices of each touched expert; rows in and out, choices."""
+        """The three matrices of each touched expert and of the shared one; rows, residuals, sums, choices."""
         arch = self.arch
-        matrices = touched * 3 * arch.hidden_size * arch.moe_intermediate_size * self.item_bytes
-        rows = 2 * arch.hidden_size * self.item_bytes + arch.experts_per_token * CHOICE_BYTES
-        return matrices + R * rows
+        widths = touched * arch.moe_intermediate_size + (arch.shared_intermediate_size or 0)
+        rows = 3 * arch.hidden_size * self.item_bytes + arch.experts_per_token * CHOICE_BYTES
+        return widths * 3 * arch.hidden_size * self.item_bytes + R * rows
 
     def linear(self, R: int, inputs: int, outputs: int) -> int:
         return (inputs * outputs + R * (inputs + outputs)) * self.item_bytes

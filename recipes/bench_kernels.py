@@ -6,6 +6,7 @@ from .bench_attention import attention_cases
 from .bench_case import Case, Draw, Workload
 from .bench_figures import KernelFailure, KernelFigure
 from .bench_floors import floor_us
+from .bench_fused import fused_cases
 from .bench_mlp import mlp_cases
 from .bench_sampling import sampling_cases
 from .bench_timing import Timer, in_turn, sets_of_inputs
@@ -15,7 +16,7 @@ def kernel_cases(load: Workload, rows: Sequence[int], fed_tokens: Sequence[int])
     """Every kernel at every shape, kernel by kernel."""
     cases = [
         case
-        for family in (attention_cases, mlp_cases, sampling_cases)
+        for family in (attention_cases, fused_cases, mlp_cases, sampling_cases)
         for S in fed_tokens
         for n in rows
         for case in family(load, n, S)

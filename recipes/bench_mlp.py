@@ -6,11 +6,10 @@ Shape legend: R rows, H hidden size, N outputs, F width, E experts, k experts pe
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bailing_mtp.kernels.reference import decode as twin
-from bailing_mtp.kernels.triton.linear import MOST_OUTPUTS, MOST_ROWS, linear
+from bailing_mtp.kernels.triton.linear import MOST_OUTPUTS, MOST_ROWS
 
 from .bench_case import TOLERANCE, Call, Case, Draw, Workload, differing_rows, worst_error
 
@@ -112,7 +111,13 @@ def _experts(load: Workload, draw: Draw, R: int) -> Call:
     width, k = arch.moe_intermediate_size, arch.experts_per_token
     x_RH, ids_Rk = draw.normal(R, H), draw.choices(R, E, k)
     gate_up_E2FH, down_EHF = draw.normal(E, 2 * width, H, scale=H**-0.5), draw.normal(E, H, width, scale=width**-0.5)
-    arguments = (x_RH, ids_Rk, draw.uniform(R, k), gate_up_E2FH, down_EHF, 0, (0, width), None)
+    shared, shared_width = None, arch.shared_intermediate_size
+    if shared_width is not None:
+        shared_up, shared_down = draw.normal(2 * shared_width, H, scale=H**-0.5), draw.normal(H, shared_width, scale=0.04)
+        shared = twin.SharedExpert(shared_up, shared_down, None)
+    arguments = (
+        x_RH, ids_Rk, draw.uniform(R, k), gate_up_E2FH, down_EHF, 0, (0, width), None, shared, draw.normal(R, H)
+    )  # fmt: skip
 
     def run() -> Tensor:
         return load.kernels.experts(*arguments)
@@ -126,8 +131,10 @@ def _experts(load: Workload, draw: Draw, R: int) -> Call:
 def _linear(load: Workload, draw: Draw, R: int, inputs: int, outputs: int) -> Call:
     x_RH, weight_NH = draw.normal(R, inputs), draw.normal(outputs, inputs, scale=inputs**-0.5)
 
-    def error() -> float:
-        return worst_error([linear(x_RH, weight_NH)], [F.linear(x_RH, weight_NH)])
+    def run() -> Tensor:
+        return load.kernels.linear(x_RH, weight_NH)
 
-    floor_bytes = load.floors.linear(R, inputs, outputs)
-    return Call(lambda: linear(x_RH, weight_NH), error, floor_bytes, TOLERANCE[draw.dtype])
+    def error() -> float:
+        return worst_error([run()], [twin.linear(x_RH, weight_NH)])
+
+    return Call(run, error, load.floors.linear(R, inputs, outputs), TOLERANCE[draw.dtype])

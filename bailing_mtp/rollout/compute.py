@@ -15,7 +15,6 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
@@ -81,7 +80,7 @@ class Compute:
         mixed_RH = self.sum_over_tp(mix(self.kernels.rms_norm(x_RH, weights.input_norm_H, eps)))
         x_RH, normed_RH = self.kernels.add_rms_norm(x_RH, mixed_RH, weights.post_norm_H, eps)
         if isinstance(weights.mlp, MoeWeights):
-            return x_RH + self._moe(weights.mlp, normed_RH)
+            return self._moe(weights.mlp, normed_RH, x_RH)
         return x_RH + self.sum_over_tp(self._dense(weights.mlp, normed_RH))
 
     def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
@@ -89,11 +88,8 @@ class Compute:
 
     def embed(self, ids_R: Tensor, embedding_vH: Tensor) -> Tensor:
         """[R, H]; an id outside the vocabulary gives zeros."""
-        v = embedding_vH.shape[0]
-        row_R = ids_R.long() - self.context.tp_rank * v
-        here_R = (row_R >= 0) & (row_R < v)
-        embedded_RH = embedding_vH[row_R.clamp(0, v - 1)]
-        return self.sum_over_tp(torch.where(here_R.unsqueeze(1), embedded_RH, 0))
+        first_id = self.context.tp_rank * embedding_vH.shape[0]
+        return self.sum_over_tp(self.kernels.embed(ids_R, embedding_vH, first_id))
 
     def logits(self, hidden_RH: Tensor, head_vH: Tensor) -> Tensor:
         """[R, v] in fp32, never rounded to less."""
@@ -104,11 +100,13 @@ class Compute:
         return self._sum(x, self.context.tp, self.context.tp_group)
 
     def _dense(self, weights: DenseWeights, x_RH: Tensor) -> Tensor:
-        gate_RF, up_RF = F.linear(x_RH, weights.gate_up_2FH).chunk(2, dim=-1)
-        return F.linear(self.kernels.swiglu(gate_RF, up_RF, weights.limit), weights.down_HF)
+        linear = self.kernels.linear
+        gate_RF, up_RF = linear(x_RH, weights.gate_up_2FH).chunk(2, dim=-1)
+        return linear(self.kernels.swiglu(gate_RF, up_RF, weights.limit), weights.down_HF)
 
-    def _moe(self, weights: MoeWeights, x_RH: Tensor) -> Tensor:
-        arch, layout = self.arch, self.experts
+    def _moe(self, weights: MoeWeights, x_RH: Tensor, residual_RH: Tensor) -> Tensor:
+        """Residual and experts' outputs, summed over the ranks."""
+        arch, layout, shared = self.arch, self.experts, weights.shared
         rows_GH = self._gather(x_RH)
         ids_Gk, weights_Gk = self.kernels.route(
             rows_GH,
@@ -119,6 +117,8 @@ class Compute:
             arch.experts_per_token,
             arch.routed_scaling_factor,
         )
+        # One rank's sum is whole; the rows of other replicas have a shared expert and a residual elsewhere.
+        alone, joined = self.context.tp == self.context.ep == 1, shared is not None and layout.replicas == 1
         y_GH = self.kernels.experts(
             rows_GH,
             ids_Gk,
@@ -129,15 +129,17 @@ class Compute:
             self.context.ep_rank * weights.down_eHF.shape[0],
             layout.width_slice(weights.down_eHF.shape[2]),
             weights.limit,
-        )
-        own_RH = y_GH.unflatten(0, (layout.replicas, -1))[layout.replica]
-        if weights.shared is not None:
             # The shared expert is split over TP: its parts join the same sum.
-            own_RH += self._dense(weights.shared, x_RH)
+            self.kernels.SharedExpert(shared.gate_up_2FH, shared.down_HF, shared.limit) if joined else None,
+            residual_RH if alone else None,
+        )
         if layout.replicas == 1:
-            return self.sum_over_tp(y_GH)
+            return y_GH if alone else residual_RH + self.sum_over_tp(y_GH)
+        own_RH = y_GH.unflatten(0, (layout.replicas, -1))[layout.replica]
+        if shared is not None:
+            own_RH += self._dense(shared, x_RH)
         self._sum(y_GH, self.context.ep, self.context.ep_group)
-        return own_RH
+        return residual_RH + own_RH
 
     def _gather(self, x_RH: Tensor) -> Tensor:
         """Rows of all replicas of the expert-parallel group, one copy of each tensor-parallel group's."""

@@ -40,7 +40,7 @@ class DeltaAttention:
     ) -> Tensor:
         """Replay what was committed, run the fed tokens, record them. `index`: which linear-attention layer."""
         o_Rx = self.kernels.kda_verify(
-            F.linear(x_RH, weights.in_proj_YH),
+            self.kernels.linear(x_RH, weights.in_proj_YH),
             weights.conv_XW,
             weights.A_log_h,
             weights.dt_bias_hD,
@@ -59,7 +59,7 @@ class DeltaAttention:
             self.arch.kda_lower_bound,
             self.arch.rms_norm_eps,
         )
-        return F.linear(o_Rx, weights.out_proj_HhV)
+        return self.kernels.linear(o_Rx, weights.out_proj_HhV)
 
     def prefill(
         self,

@@ -25,7 +25,7 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a call stand, and where their latent rows go."""
+    """Where the tokens of a prefill stand, and where their latent rows go."""
 
     rope_R: Tensor
     """[R, 2, r/2], cosines and sines."""
@@ -58,22 +58,30 @@ class LatentAttention:
         self,
         weights: MlaWeights,
         x_RH: Tensor,
-        at: Placement,
+        rope_P: Tensor,
         latents_Bbx: Tensor,
         block_table_nM: Tensor,
         position_n: Tensor,
     ) -> Tensor:
-        """Write the rows of S tokens per sequence and attend, queries folded through the key up-projection."""
-        self.write(weights, x_RH, at, latents_Bbx)
-        q_nope_Rhn, q_rope_Rhr = self._queries(weights, x_RH, at)
+        """Write the rows of S tokens per sequence and attend, queries folded through the key up-projection.
+
+        rope_P: rotations of all positions, [P, 2, r/2].
+        """
+        ops, q_latent = self.kernels, weights.q_a_QH is not None
+        reads_x = (weights.kv_a_rows_H, weights.gate_hH, *((weights.q_a_QH,) if q_latent else ()))
+        kv_Rx, gate_Rh, *q_RQ = ops.linears(x_RH, reads_x)
+        normed_RQ = ops.cache_latents(
+            kv_Rx, weights.kv_a_norm_C, q_RQ[0] if q_latent else None, weights.q_a_norm_Q, LATENT_NORM_EPS,
+            rope_P, latents_Bbx, block_table_nM, position_n,
+        )  # fmt: skip
+        q_Rx = ops.linear(normed_RQ if q_latent else x_RH, weights.q_b)
         key_up_hnC, value_up_hvC = self._up(weights)
-        q_Rhx = torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_Rhn, key_up_hnC), q_rope_Rhr), dim=-1)
-        q_nShx = q_Rhx.unflatten(0, (position_n.shape[0], -1))
-        o_nShC = self.kernels.mla_verify(
+        q_Rhd = q_Rx.unflatten(-1, (key_up_hnC.shape[0], -1))
+        q_nShx = ops.absorb_queries(q_Rhd, key_up_hnC, rope_P, position_n)
+        o_nShC = ops.mla_verify(
             q_nShx, latents_Bbx, block_table_nM, position_n, self.scale, self.arch.kv_lora_rank
         )
-        o_Rhv = torch.einsum("rhc,hvc->rhv", o_nShC.flatten(0, 1), value_up_hvC)
-        return self._finish(weights, x_RH, o_Rhv)
+        return ops.linear(ops.gated_values(o_nShC, value_up_hvC, gate_Rh), weights.out_proj_HhV)
 
     def prefill(
         self, weights: MlaWeights, x_TH: Tensor, at: Placement, latents_Bbx: Tensor, prefixes: Prefixes

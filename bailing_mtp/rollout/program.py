@@ -29,7 +29,6 @@ from functools import partial
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bailing_mtp.kernels.reference import decode, kda
@@ -65,6 +64,8 @@ class Program:
         self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
         self.latent = LatentAttention(view.arch, kernels)
         self._indexed = _with_cache_index(view.layers)
+        position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
+        self.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
 
     def prefill(self, plan: PrefillPlan, token_ids_T: Tensor) -> Tensor:
         """Bring the plan's tokens into the caches: trunk hidden states after the final norm, [T, H]."""
@@ -148,23 +149,20 @@ class Program:
         return self.compute.norm(x_RH, mtp.final_norm_H)
 
     def _mtp_input(self, tokens_R: Tensor, hidden_RH: Tensor) -> Tensor:
-        mtp, compute = self._mtp(), self.compute
-        embedded_RH = compute.norm(compute.embed(tokens_R, self.view.embedding_vH), mtp.enorm_H)
-        return F.linear(torch.cat((embedded_RH, compute.norm(hidden_RH, mtp.hnorm_H)), -1), mtp.eh_proj_H2H)
+        mtp, embedded_RH = self._mtp(), self.compute.embed(tokens_R, self.view.embedding_vH)
+        both_R2H = self.kernels.norm_pair(
+            embedded_RH, mtp.enorm_H, hidden_RH, mtp.hnorm_H, self.view.arch.rms_norm_eps
+        )
+        return self.kernels.linear(both_R2H, mtp.eh_proj_H2H)
 
     def _mtp(self) -> MtpWeights:
         assert self.view.mtp is not None and self.memory.plan.speculative_tokens > 0, "no MTP layer here"
         return self.view.mtp
 
     def _prefill_placement(self, plan: PrefillPlan, write_position_T: Tensor) -> Placement:
-        return self._placement(
-            plan.position_T, write_position_T, self.memory.slots.block_table_NM[plan.slot_T]
-        )
-
-    def _placement(self, position_R: Tensor, write_position_R: Tensor, block_table_RM: Tensor) -> Placement:
         arch = self.view.arch
-        table = self.kernels.rope_table(position_R, arch.qk_rope_head_dim, arch.rope_theta)
-        return Placement(table, write_position_R, block_table_RM)
+        table = self.kernels.rope_table(plan.position_T, arch.qk_rope_head_dim, arch.rope_theta)
+        return Placement(table, write_position_T, self.memory.slots.block_table_NM[plan.slot_T])
 
     def _prefixes(self, plan: PrefillPlan) -> Prefixes:
         block_tokens = self.memory.plan.block_tokens
@@ -174,20 +172,16 @@ class Program:
 
 
 class _StepRows:
-    """Positions, block tables and mixers of the tokens of one pass of a step."""
+    """Positions, block tables and mixers of the rows of one pass of a step."""
 
     def __init__(self, program: Program, slots_n: Tensor, offset: int, n_tokens: int) -> None:
         self.program, self.n_tokens = program, n_tokens
         self.slots_n = slots_n.long()
-        memory = program.memory
-        self.position_n = memory.slots.position[self.slots_n].long() + offset
-        position_nS = self.position_n.unsqueeze(1) + torch.arange(n_tokens, device=self.slots_n.device)
-        self.block_table_nM = memory.slots.block_table_NM[self.slots_n, : memory.live_blocks]
+        slots, live_blocks = program.memory.slots, program.memory.live_blocks
         # The scratch slot has no position before its first.
-        position_R = position_nS.flatten().clamp(min=0)
-        self.position_n = self.position_n.clamp(min=0)
-        block_table_RM = self.block_table_nM.repeat_interleave(n_tokens, dim=0)
-        self.at = program._placement(position_R, position_R, block_table_RM)
+        self.position_n, self.block_table_nM = program.kernels.step_rows(
+            slots.position, slots.block_table_NM[:, :live_blocks], self.slots_n, offset
+        )
 
     def mix(self, layer: LayerWeights, index: int, x_RH: Tensor) -> Tensor:
         memory = self.program.memory
@@ -198,7 +192,7 @@ class _StepRows:
         return self.program.latent.step(
             layer.mixer,
             x_RH,
-            self.at,
+            self.program.rope_P,
             memory.latents_LBbx[index],
             self.block_table_nM,
             self.position_n,

@@ -32,12 +32,20 @@ def test_latent_attention(floors: Floors):
     assert floors.apply_rope(6, heads=16) == 6 * (2 * 16 * 64 * 2 + 64 * 4)
 
 
+def test_around_latent_attention(floors: Floors):
+    assert floors.cache_latents(3) == 3 * (2 * (512 + 64 + 256) * 2 + 64 * 4)
+    assert floors.absorb_queries(3) == (16 * 128 * 512 + 3 * 16 * (192 + 576)) * 2 + 3 * 64 * 4
+    assert floors.gated_values(3) == (16 * 128 * 512 + 3 * 16 * (512 + 1 + 128)) * 2
+    assert floors.embed(3) == 3 * 2 * 1536 * 2
+    assert floors.norm_pair(3) == 3 * 4 * 1536 * 2 + 2 * 1536 * 2
+
+
 def test_mlp(floors: Floors):
     assert floors.rms_norm(3) == 3 * 2 * 1536 * 2 + 1536 * 2
     assert floors.add_rms_norm(3) == 3 * 4 * 1536 * 2 + 1536 * 2
     assert floors.swiglu(3, 512) == 3 * 3 * 512 * 2
     assert floors.route(2) == 128 * 1536 * 2 + 128 * 4 + 2 * (1536 * 2 + 8 * 12)
-    assert floors.experts(2, touched=15) == 15 * 3 * 512 * 1536 * 2 + 2 * (2 * 1536 * 2 + 8 * 12)
+    assert floors.experts(2, touched=15) == 16 * 3 * 512 * 1536 * 2 + 2 * (3 * 1536 * 2 + 8 * 12)
     assert floors.linear(3, 1536, 1024) == (1536 * 1024 + 3 * (1536 + 1024)) * 2
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels import decode_cases as cases
+from tests.kernels import step_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +85,37 @@ def test_experts(kernels, dtype, R) -> None:
     cases.check_experts(kernels, "cuda", dtype, R=R, k=8, H=1536, F=512, E=32)
     cases.check_experts(
         kernels, "cuda", dtype, R=R, k=3, H=200, F=96, E=12, first=4, n_local=5, width=(32, 80), limit=0.7
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("R", [1, 4, 16, 70, 256])
+def test_shared_expert_and_residual(kernels, dtype, R) -> None:
+    sizes = {"R": R, "k": 8, "H": 1536, "F": 512, "with_residual": True}
+    cases.check_experts(kernels, "cuda", dtype, E=128, shared_width=512, **sizes)
+    cases.check_experts(
+        kernels, "cuda", dtype, E=32, first=8, n_local=16, limit=0.9, shared_width=704, shared_limit=0.7, **sizes
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_around_the_mixers(kernels, dtype) -> None:
+    for R in (1, 3, 4, 16, 70, 256, 300):
+        step_cases.check_linears(kernels, "cuda", dtype, R=R, H=1536, sizes=(576, 16, 256))
+    step_cases.check_linears(kernels, "cuda", dtype, R=9, H=200, sizes=(77, 30))
+    step_cases.check_embed(kernels, "cuda", dtype, R=300, v=1001, H=1536)
+    step_cases.check_norm_pair(kernels, "cuda", dtype, R=300, H=1536)
+    step_cases.check_step_rows(kernels, "cuda", slots=300, n=256, blocks=70)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "S"), [(1, 1), (5, 3), (64, 1), (200, 3)])
+def test_around_latent_attention(kernels, dtype, n, S) -> None:
+    step_cases.check_mla_step(
+        kernels, "cuda", dtype, n=n, S=S, h=16, k=128, v=128, C=512, r=64, Q=256, block_tokens=64, max_blocks=9
+    )
+    step_cases.check_mla_step(
+        kernels, "cuda", dtype, n=n, S=S, h=3, k=24, v=40, C=48, r=16, Q=100, block_tokens=16, max_blocks=5
     )
 
 

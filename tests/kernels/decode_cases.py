@@ -262,6 +262,9 @@ def check_experts(
     n_local: int | None = None,
     width: tuple[int, int] | None = None,
     limit: float | None = None,
+    shared_width: int | None = None,
+    shared_limit: float | None = None,
+    with_residual: bool = False,
 ) -> None:
     """Experts of a rank that holds n_local of E from `first` on, and takes `width` of each."""
     n_local, width = n_local or E, width or (0, F)
@@ -277,7 +280,13 @@ def check_experts(
         first,
         width,
         limit,
-    )
+        None if shared_width is None else twin.SharedExpert(
+            draw.normal(2 * shared_width, H, scale=H**-0.5),
+            draw.normal(H, shared_width, scale=shared_width**-0.5),
+            shared_limit,
+        ),
+        draw.normal(R, H) if with_residual else None,
+    )  # fmt: skip
     with poisoned():
         ours = kernels.experts(*arguments)
     with mock.patch.object(reference_experts, "_grouped", reference_experts._one_by_one):

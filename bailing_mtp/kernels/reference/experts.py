@@ -4,9 +4,19 @@ Shape legend: R rows, k experts per row, A = R * k assignments of a row to an ex
 F width of an expert, f width of the slice taken, e experts of this rank.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class SharedExpert(NamedTuple):
+    """A SwiGLU that every row passes through: gate rows, then up rows. Widths are this rank's."""
+
+    gate_up_2FH: Tensor
+    down_HF: Tensor
+    limit: float | None
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
@@ -26,13 +36,16 @@ def experts(
     first_expert: int,
     width_slice: tuple[int, int],
     limit: float | None,
+    shared: SharedExpert | None = None,
+    residual_RH: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum of this rank's experts on each row, [R, H] in x's dtype, summed in fp32.
 
     This rank holds the experts first_expert, first_expert + 1, ...; of each it computes the channels
     width_slice = (start, stop) of its width, so that ranks with the same experts can share the work.
-    Assignments to other experts add nothing. On a GPU, in bf16, shapes do not depend on the routing and the
-    host does not wait.
+    Assignments to other experts add nothing; a row's choices are distinct. The shared expert's result and the
+    residual join the same sum. On a GPU, in bf16, shapes do not depend on the routing and the host does not
+    wait.
     """
     n_local, width = gate_up_e2FH.shape[0], down_eHF.shape[2]
     start, stop = width_slice
@@ -49,8 +62,13 @@ def experts(
     y_AH = run(x_RH[row_A], weights_Rk.flatten()[order_A], counts_e, gate_efH, up_efH, down_eHf, limit)
     y_AH = y_AH.float().masked_fill_((local_A[order_A] == n_local).unsqueeze(1), 0)
     # Back to the order of the rows, so that a row's sum is in the order of its choices.
-    by_row = torch.empty_like(y_AH).index_copy_(0, order_A, y_AH)
-    return by_row.unflatten(0, ids_Rk.shape).sum(1).to(x_RH.dtype)
+    y_RH = torch.empty_like(y_AH).index_copy_(0, order_A, y_AH).unflatten(0, ids_Rk.shape).sum(1)
+    if shared is not None:
+        gate_RF, up_RF = F.linear(x_RH, shared.gate_up_2FH).chunk(2, dim=-1)
+        y_RH = y_RH + F.linear(swiglu(gate_RF, up_RF, shared.limit), shared.down_HF)
+    if residual_RH is not None:
+        y_RH = y_RH + residual_RH
+    return y_RH.to(x_RH.dtype)
 
 
 def _grouped(

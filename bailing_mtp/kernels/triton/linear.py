@@ -60,7 +60,7 @@ def products(x_RH: Tensor, weight_NH: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x_RH: Tensor, weight_NH: Tensor) -> Tensor:
-    """x @ weight^T, [R, N] in x's dtype, summed in fp32; any number of rows."""
+    """As kernels.reference.linear.linear; many rows go to the library."""
     R, N = x_RH.shape[0], weight_NH.shape[0]
     if not 0 < R <= MOST_ROWS or (R > 1 and N > MOST_OUTPUTS):
         return F.linear(x_RH, weight_NH)

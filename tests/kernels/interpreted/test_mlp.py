@@ -60,6 +60,17 @@ def test_experts_of_a_rank_and_a_slice_of_their_width(R: int) -> None:
     )
 
 
+@pytest.mark.parametrize("R", [2, 11, 40])
+@pytest.mark.parametrize(("shared_width", "limit", "shared_limit"), [(24, None, 0.6), (40, 0.5, None), (72, None, None)])
+def test_shared_expert_and_residual(
+    R: int, shared_width: int, limit: float | None, shared_limit: float | None
+) -> None:
+    check_experts(
+        decode, "cpu", FP32, R=R, k=3, H=40, F=40, E=8, first=2, n_local=5, limit=limit,
+        shared_width=shared_width, shared_limit=shared_limit, with_residual=R != 11,
+    )  # fmt: skip
+
+
 def test_all_rows_choose_the_same_experts() -> None:
     check_experts(decode, "cpu", FP32, R=70, k=2, H=32, F=32, E=2)
 
