@@ -16,14 +16,15 @@ def main(config: GrpoConfig) -> None:
     from .policy import engine_config, find_policy, open_policy, open_prompts
     from .progress import RunProgress
     from .rollouts import Rollouts
-    from .session import join_ranks, leave_ranks
+    from .session import join_ranks, leave_ranks, rollout_notes
 
     source = find_policy(config)
     tokenizer, prompts = open_prompts(config, source)
     context = join_ranks(config, source.arch)
     policy = open_policy(config, source, context, prompts)
     state, rl = policy.state, config.rl
-    engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer)
+    tell = rollout_notes(config.rollout, context)
+    engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer, tell=tell)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, prompts, tokenizer)
     with Judge(rl, context, tokenizer.decode) as judge:
