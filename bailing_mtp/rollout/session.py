@@ -94,7 +94,7 @@ class RolloutSession:
 
         Raises StaleWeights if the trainer has stepped since the session was opened.
         """
-        runner, scheduler = self._runner, self._scheduler
+        scheduler = self._scheduler
         self._view.require_current()
         plan = scheduler.plan(self.drain) if scheduler.has_work else _IDLE
         running = [*plan.decode, *(row for row, _ in plan.starters)]

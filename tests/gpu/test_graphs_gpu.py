@@ -146,7 +146,11 @@ def test_memory_returns_to_where_it_was(view: WeightsView, graphs: bool):
 def test_many_requests_over_few_slots(view: WeightsView):
     """200 requests of other lengths over 8 slots with graphs: the tokens of eager steps, nothing left behind."""
     asked = [
-        Prompt(prompt_ids=(1 + i % 9,) * (1 + i % 5), index=i, sampling=SamplingParams(max_new_tokens=1 + i % 13, seed=i))
+        Prompt(
+            prompt_ids=(1 + i % 9,) * (1 + i % 5),
+            index=i,
+            sampling=SamplingParams(max_new_tokens=1 + i % 13, seed=i),
+        )
         for i in range(200)
     ]
     graphed, eager = (make_engine(view, 2, max_running=8, cuda_graphs=on) for on in (True, False))
