@@ -13,3 +13,6 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 
 # RUN_DIR is set by the launch scripts: the one run directory of all ranks (recipes/rundir.py reads it).
+
+# FLA_CACHE_MODE and FLA_CONFIG_DIR, the settings of fla's kernels, are set by the recipes (recipes/kernel_settings.py)
+# where some were measured for the GPU; a value that is already set wins.

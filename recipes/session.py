@@ -20,6 +20,7 @@ from bailing_mtp.weights.sharded.manifest import verify
 from bailing_mtp.weights.stored import CheckpointError
 
 from .failure import fail_together
+from .kernel_settings import prepare_kernels
 from .ranks import Ranks
 from .sources import Source, find_source, require_mtp
 
@@ -51,7 +52,9 @@ def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
     check_layout(sizes, tp=config.parallel.tp, ep=config.parallel.ep, world_size=ranks.world_size)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return build_context(config.parallel.tp, config.parallel.ep, config.seed, device_type, local_rank)
+    context = build_context(config.parallel.tp, config.parallel.ep, config.seed, device_type, local_rank)
+    prepare_kernels(config, context)
+    return context
 
 
 def rollout_notes(rollout: RolloutConfig, context: ParallelContext) -> Callable[[str], None]:

@@ -41,7 +41,8 @@ class RolloutConfig(Section):
     cuda_graphs: bool = False
     """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one; needs kernels=triton."""
     kernels: Literal["torch", "triton"] = "torch"
-    """Decode kernels: the torch twins (any device), or Triton."""
+    """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
+    Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
     draft_vocabulary: Text | None = None
     """JSON file with the token ids that drafts are drawn from; null = all."""
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,12 +66,15 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Compute:
-    """The layer arithmetic of one rank. `kernels`: a module such as kernels.reference.decode."""
+    """The layer arithmetic of one rank. `kernels`: a module such as kernels.reference.decode; `run_experts`: its
+    `experts`, or another function like it.
+    """
 
     arch: Architecture
     context: ParallelContext
     kernels: ModuleType
     experts: ExpertLayout
+    run_experts: Callable[..., Tensor]
 
     def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix) -> Tensor:
         """One pre-norm residual layer: mixer, then MLP."""
@@ -119,7 +121,7 @@ class Compute:
         )
         # One rank's sum is whole; the rows of other replicas have a shared expert and a residual elsewhere.
         alone, joined = self.context.tp == self.context.ep == 1, shared is not None and layout.replicas == 1
-        y_GH = self.kernels.experts(
+        y_GH = self.run_experts(
             rows_GH,
             ids_Gk,
             weights_Gk,

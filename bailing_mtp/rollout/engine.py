@@ -25,6 +25,7 @@ from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
 from bailing_mtp.rollout.launch import DecodeSteps
 from bailing_mtp.rollout.lockstep import Lockstep, bucket, buckets
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
+from bailing_mtp.rollout.prefill import prefill_kernels
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.requests import Limits, TextTokenizer, check_prompt, stop_ids_of
 from bailing_mtp.rollout.runner import Runner
@@ -127,7 +128,8 @@ class RolloutEngine:
             config.prefill_tokens,
             config.speculative_tokens,
         )
-        program = Program(view, memory, context, self._kernels)
+        prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
+        program = Program(view, memory, context, self._kernels, prefills)
         steps = self._bound_steps(program, limits, rollout_step)
         fixed_reach = self._kernels is not torch_kernels
         runner = Runner(program, memory, steps, context.tp_group, fixed_reach)

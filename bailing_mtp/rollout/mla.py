@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.kernels.reference.prefix_attention import prefix_causal_attention
+from bailing_mtp.kernels.reference.kda_prefill import Pack
 from bailing_mtp.weights.view import MlaWeights
 
 LATENT_NORM_EPS = 1e-6
@@ -37,21 +37,22 @@ class Placement:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The keys of a prefill's segments: lengths on the host, and where each lies in the cache."""
+    """The keys of a prefill's segments, and where each lies in the cache."""
 
-    lengths: tuple[int, ...]
-    """New tokens of each segment."""
-    key_lengths: tuple[int, ...]
-    """All its tokens so far."""
+    pack: Pack
     block_X: Tensor
     offset_X: Tensor
 
 
 class LatentAttention:
-    """The mixer, given an architecture and a kernel set; stateless."""
+    """The mixer, given an architecture and kernel sets; stateless.
 
-    def __init__(self, arch: Architecture, kernels: ModuleType) -> None:
-        self.arch, self.kernels = arch, kernels
+    kernels: such as kernels.reference.decode; prefill_kernels: attention of a prefill, such as
+    kernels.reference.prefill.
+    """
+
+    def __init__(self, arch: Architecture, kernels: ModuleType, prefill_kernels: ModuleType) -> None:
+        self.arch, self.kernels, self.prefill_kernels = arch, kernels, prefill_kernels
         self.scale = arch.qk_head_dim**-0.5
 
     def step(
@@ -88,7 +89,7 @@ class LatentAttention:
     ) -> Tensor:
         """Write the rows of the new tokens and attend to the whole sequences with expanded keys and values."""
         rows_Xx = self.write(weights, x_TH, at, latents_Bbx)
-        if prefixes.lengths != prefixes.key_lengths:
+        if prefixes.pack.lengths != prefixes.pack.key_lengths:
             rows_Xx = latents_Bbx[prefixes.block_X, prefixes.offset_X]
         q_Thd = torch.cat(self._queries(weights, x_TH, at), dim=-1)
         latent_XC, k_rope_Xr = self._split(rows_Xx)
@@ -96,9 +97,7 @@ class LatentAttention:
         kv_Xhx = F.linear(latent_XC, weights.kv_b_hxC.flatten(0, 1)).unflatten(-1, (heads, -1))
         k_nope_Xhn, v_Xhv = kv_Xhx.split((self.arch.qk_nope_head_dim, self.arch.v_head_dim), dim=-1)
         k_Xhd = torch.cat((k_nope_Xhn, k_rope_Xr.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
-        o_Thv = prefix_causal_attention(
-            q_Thd, k_Xhd, v_Xhv, prefixes.lengths, prefixes.key_lengths, self.scale
-        )
+        o_Thv = self.prefill_kernels.attend(q_Thd, k_Xhd, v_Xhv, prefixes.pack, self.scale)
         return self._finish(weights, x_TH, o_Thv)
 
     def write(self, weights: MlaWeights, x_RH: Tensor, at: Placement, latents_Bbx: Tensor) -> Tensor:

@@ -25,13 +25,15 @@ H hidden size, v this rank's vocabulary rows, M blocks of a table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from bailing_mtp.kernels.reference import decode, kda
+from bailing_mtp.kernels.reference import decode
+from bailing_mtp.kernels.reference import prefill as prefill_twins
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix
 from bailing_mtp.rollout.kda import DeltaAttention
@@ -47,8 +49,8 @@ LayerMix = Callable[[LayerWeights, int, Tensor], Tensor]
 class Program:
     """Forward passes of one rank.
 
-    kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: the chunked linear
-    attention of prefills, with the names of kernels.reference.kda. Nothing of `memory` is kept but itself.
+    kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: what prefills call
+    instead, with the names of kernels.reference.prefill. Nothing of `memory` is kept but itself.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class Program:
         memory: RolloutMemory,
         context: ParallelContext,
         kernels: ModuleType = decode,
-        prefill_kernels: ModuleType = kda,
+        prefill_kernels: ModuleType = prefill_twins,
     ) -> None:
         self.view, self.memory, self.context, self.kernels = view, memory, context, kernels
-        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context))
+        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts)
+        self.prefill_compute = replace(self.compute, run_experts=prefill_kernels.experts)
         self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
-        self.latent = LatentAttention(view.arch, kernels)
+        self.latent = LatentAttention(view.arch, kernels, prefill_kernels)
         self._indexed = _with_cache_index(view.layers)
         position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
         self.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
@@ -74,18 +77,15 @@ class Program:
 
         def mix(layer: LayerWeights, index: int, x_TH: Tensor) -> Tensor:
             if isinstance(layer.mixer, KdaWeights):
-                return self.delta.prefill(
-                    layer.mixer, x_TH, memory.kda, index,
-                    plan.slots_s, plan.continues_s, plan.cu_seqlens, plan.lengths,
-                )  # fmt: skip
+                return self.delta.prefill(layer.mixer, x_TH, memory.kda, index, plan)
             return self.latent.prefill(layer.mixer, x_TH, at, memory.latents_LBbx[index], prefixes)
 
-        hidden_TH = self._trunk(token_ids_T, mix)
+        hidden_TH = self._trunk(token_ids_T, mix, self.prefill_compute)
         slots = memory.slots
         slots.position[plan.slots_s] = plan.ends_s.to(torch.int32)
-        slots.count[plan.slots_s] = 0
-        slots.parity[plan.slots_s] = 0
-        slots.position[memory.scratch_slot] = 0
+        slots.count.index_fill_(0, plan.slots_s, 0)
+        slots.parity.index_fill_(0, plan.slots_s, 0)
+        slots.position[memory.scratch_slot].zero_()
         return hidden_TH
 
     def mtp_prefill(
@@ -112,7 +112,7 @@ class Program:
         n_tokens = fed_nS.shape[1]
         assert n_tokens <= self.memory.plan.records, f"{n_tokens} tokens, records for {self.memory.plan.records}"
         rows = _StepRows(self, slots_n, 0, n_tokens)
-        return self._trunk(fed_nS.flatten(), rows.mix).unflatten(0, fed_nS.shape)
+        return self._trunk(fed_nS.flatten(), rows.mix, self.compute).unflatten(0, fed_nS.shape)
 
     def mtp_refresh(self, tokens_nS: Tensor, hidden_nSH: Tensor, slots_n: Tensor) -> Tensor:
         """MTP layer over positions P .. P+S-1, [n, S, H]: the trunk's hidden state there, and the token after.
@@ -134,12 +134,12 @@ class Program:
         """MTP layer at position P-1, [m, H], from the trunk's hidden state there and the first token after."""
         return self.mtp_step(tokens_m, hidden_mH, 0, slots_m)
 
-    def _trunk(self, token_ids_R: Tensor, mix: LayerMix) -> Tensor:
+    def _trunk(self, token_ids_R: Tensor, mix: LayerMix, compute: Compute) -> Tensor:
         self.view.require_current()
-        x_RH = self.compute.embed(token_ids_R, self.view.embedding_vH)
+        x_RH = compute.embed(token_ids_R, self.view.embedding_vH)
         for layer, index in self._indexed:
-            x_RH = self.compute.layer(layer, x_RH, partial(mix, layer, index))
-        return self.compute.norm(x_RH, self.view.final_norm_H)
+            x_RH = compute.layer(layer, x_RH, partial(mix, layer, index))
+        return compute.norm(x_RH, self.view.final_norm_H)
 
     def _mtp_rows(self, tokens_R: Tensor, hidden_RH: Tensor, rows: _StepRows) -> Tensor:
         mtp = self._mtp()
@@ -168,7 +168,7 @@ class Program:
         block_tokens = self.memory.plan.block_tokens
         table_NM = self.memory.slots.block_table_NM
         block_X = table_NM[plan.key_slot_X, plan.key_position_X // block_tokens].long()
-        return Prefixes(plan.lengths, plan.key_lengths, block_X, plan.key_position_X % block_tokens)
+        return Prefixes(plan.pack, block_X, plan.key_position_X % block_tokens)
 
 
 class _StepRows:

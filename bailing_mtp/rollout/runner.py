@@ -25,7 +25,7 @@ from bailing_mtp.rollout.results import pack
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Row
 from bailing_mtp.rollout.step import first_step
-from bailing_mtp.rollout.transfer import Pending, to_device
+from bailing_mtp.rollout.transfer import Pending, all_to_device, to_device
 
 
 @dataclass
@@ -89,11 +89,11 @@ class Runner:
         segments += self._padding(padding)
         device = self.memory.device
         plan = PrefillPlan.build(segments, device)
-        hidden_TH = self.program.prefill(plan, to_device(ids + [0] * padding, device))
+        rows = {"ids": ids, "next_ids": next_ids, "known": [int(is_known) for is_known in known]}
+        there = all_to_device({name: torch.tensor(row + [0] * padding) for name, row in rows.items()}, device)
+        hidden_TH = self.program.prefill(plan, there["ids"])
         if self.memory.plan.speculative_tokens:
-            next_T = to_device(next_ids + [0] * padding, device)
-            known_T = to_device(known + [False] * padding, device)
-            self.program.mtp_prefill(plan, next_T, hidden_TH, known_T)
+            self.program.mtp_prefill(plan, there["next_ids"], hidden_TH, there["known"].bool())
         end = 0
         for chunk in chunks:
             end += chunk.length

@@ -5,7 +5,7 @@ On a CPU both are plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ def to_device(values: Sequence[object] | Tensor, device: torch.device, dtype: to
         return host
     # The allocator of pinned memory keeps a block until the copies that read it are done.
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """int64 tensors of the host on the device, in one queued copy."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    assert flat.dtype is torch.int64
+    parts = to_device(flat, device).split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
 
 
 class Pending:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from bailing_mtp.kernels.reference import prefill as prefill_twins
+from bailing_mtp.rollout.prefill import PrefillPlan, prefill_kernels
 from bailing_mtp.training.scoring import score_batch
 from tests.distributed.worlds import layout
 from tests.rollout.program_rig import VARIANTS, Rig, close, fixture_model, random_model, tiny_model
@@ -108,3 +110,22 @@ def test_a_slot_is_free_of_its_last_sequence(context, moe):
     rig.commit(rig.slots(0), [2])
     close(rig.prefill([(0, 0, second)]), rig.trained_hidden(second))
     close(rig.program.verify(first[None, :2], rig.slots(0))[0], rig.trained_hidden(torch.cat((second, first[:2])))[8:])
+
+
+def test_tables_of_a_pack():
+    plan = PrefillPlan.build([(5, 0, 65), (2, 7, 1), (0, 3, 128)], torch.device("cpu"))
+    pack = plan.pack
+    assert pack.lengths == plan.lengths == (65, 1, 128) and pack.key_lengths == (65, 8, 131)
+    assert pack.chunks_M2.tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
+    assert pack.chunk_offsets.tolist() == [0, 2, 3, 5]
+    assert pack.cu_seqlens.tolist() == pack.query_ends.tolist() == [0, 65, 66, 194]
+    assert pack.key_ends.tolist() == [0, 65, 73, 204] and pack.key_ends.dtype is pack.query_ends.dtype is torch.int32
+    assert pack.segment_T.tolist() == [0] * 65 + [1] + [2] * 128
+    assert plan.position_T.tolist() == [*range(65), 7, *range(3, 131)]
+    assert plan.continues_s.tolist() == [False, True, True] and plan.slots_s.tolist() == [5, 2, 0]
+    assert PrefillPlan.build([(5, 0, 65)], torch.device("cpu")).continues_s is None
+
+
+def test_prefills_in_fp32_run_on_the_twins():
+    assert prefill_kernels("torch", torch.bfloat16) is prefill_twins
+    assert prefill_kernels("triton", torch.float32) is prefill_twins

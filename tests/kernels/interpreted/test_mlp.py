@@ -61,7 +61,9 @@ def test_experts_of_a_rank_and_a_slice_of_their_width(R: int) -> None:
 
 
 @pytest.mark.parametrize("R", [2, 11, 40])
-@pytest.mark.parametrize(("shared_width", "limit", "shared_limit"), [(24, None, 0.6), (40, 0.5, None), (72, None, None)])
+@pytest.mark.parametrize(
+    ("shared_width", "limit", "shared_limit"), [(24, None, 0.6), (40, 0.5, None), (72, None, None)]
+)
 def test_shared_expert_and_residual(
     R: int, shared_width: int, limit: float | None, shared_limit: float | None
 ) -> None:
