@@ -23,8 +23,10 @@ def main(config: GrpoConfig) -> None:
     context = join_ranks(config, source.arch)
     policy = open_policy(config, source, context, prompts)
     state, rl = policy.state, config.rl
-    tell = rollout_notes(config.rollout, context)
-    engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer, tell=tell)
+    settings, tell = engine_config(config, prompts), rollout_notes(config.rollout, context)
+    engine = RolloutEngine(
+        policy.publish, context, settings, tokenizer, tell=tell, records_routes=rl.routing_replay
+    )
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, prompts, tokenizer)
     with Judge(rl, context, tokenizer.decode) as judge:

@@ -89,7 +89,6 @@ OPTIONS = (
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", instead="kernels", supported=False),
     Option(path="what", value="train", instead="kernels", supported=False),
-    Option(path="rl.routing_replay", value=True, instead="false", supported=False),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
 

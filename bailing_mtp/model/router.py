@@ -6,11 +6,16 @@ Source: Bailing V3 spec section 2.3.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
+
+from bailing_mtp.model.replay import RouteReplay
 
 BEST_PER_GROUP = 2
 """A group's score is the sum of its best two experts, whatever k and the number of chosen groups are."""
@@ -37,7 +42,8 @@ class GroupLimitedRouter(TopKRouter):
     """megatron-core's router with this model's selection rule and a count that leaves masked tokens out.
 
     The bias moves by the rate times sign(mean - count) once per optimizer step (megatron-core's
-    finalize_model_grads); its counts come from here.
+    finalize_model_grads); its counts come from here. Replayed choices count like own ones: the bias balances
+    the experts that were used.
     """
 
     def __init__(
@@ -54,6 +60,16 @@ class GroupLimitedRouter(TopKRouter):
             self.weight.sequence_parallel = sequence_parallel
         if not config.use_cpu_initialization and not self.weight.is_meta:
             self.weight.data = self.weight.data.to(torch.cuda.current_device())
+        self._replay: tuple[RouteReplay, int] | None = None
+
+    @contextlib.contextmanager
+    def replaying(self, replay: RouteReplay, layer: int) -> Iterator[None]:
+        """Take the choices that `replay` holds for expert layer `layer` while the block runs."""
+        self._replay = (replay, layer)
+        try:
+            yield
+        finally:
+            self._replay = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route weights and map, both [t, E], from fp32 logits; `padding_mask` is True on tokens not to count."""
@@ -65,6 +81,9 @@ class GroupLimitedRouter(TopKRouter):
             self.config.moe_router_group_topk,
             self.topk,
         )
+        if self._replay is not None:
+            replay, layer = self._replay
+            expert_ids_tk = replay.chosen(layer, expert_ids_tk)
         routing_map = torch.zeros_like(scores_tE, dtype=torch.bool).scatter_(-1, expert_ids_tk, True)
         self._count(routing_map, padding_mask)
         weights_tk = route_weights(scores_tE, expert_ids_tk, self.config.moe_router_topk_scaling_factor)

@@ -9,13 +9,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.model.kda import KdaMixer
 from bailing_mtp.model.layers import RmsNorm
 from bailing_mtp.model.mla import GatedMla
 from bailing_mtp.model.mlp import SharedExpert, StackedExperts, SwiGluMlp
+from bailing_mtp.model.replay import TrunkLayer
 from bailing_mtp.model.router import GroupLimitedRouter
 from bailing_mtp.model.settings import ModelSettings
 
@@ -24,10 +25,12 @@ KDA_KERNELS = {"torch": "bailing_mtp.kernels.reference.kda", "fla": "bailing_mtp
 
 def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockSubmodules:
     """The trunk: one spec per planned layer, and the final norm."""
-    layers = [
-        ModuleSpec(module=TransformerLayer, submodules=layer_submodules(plan, arch, settings))
-        for plan in arch.trunk_plan()
-    ]
+    layers, n_routed = [], 0
+    for plan in arch.trunk_plan():
+        routes = plan.mlp == "moe"
+        params = {"expert_layer": n_routed if routes else None}
+        layers.append(ModuleSpec(module=TrunkLayer, params=params, submodules=layer_submodules(plan, arch, settings)))
+        n_routed += routes
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 

@@ -80,9 +80,15 @@ def test_one_graph_for_each_bucket_and_only_the_configured_drafts(small: BuiltMo
     assert told[0] == f"rollout: capturing CUDA graph 1 of at most 4 ({shapes[0].rows} rows, {k} drafts)"
     assert told[1].endswith("all graphs hold 0.00 GiB") and "captured in" in told[1]
     assert engine.memory_bytes == engine._memory.plan.total_bytes + (capturer.captured << 20)
-    # Another rollout, other noise, other weights in the same place: the graphs stay.
+    # Another rollout and other noise: the graphs stay, and so do all addresses that they hold.
+    addresses = [tensor.data_ptr() for tensor in engine._memory.tensors()]
     again = responses(engine.generate(prompts, rollout_step=1))
     assert capturer.captured == len(shapes) and again != found
+    assert addresses == [tensor.data_ptr() for tensor in engine._memory.tensors()]
+    # A program is made anew for each rollout, so that it may own no tensor.
+    program = engine._steps._program
+    parts = (program, program.compute, program.delta, program.latent)
+    assert not [name for part in parts for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
     assert again == responses(make_engine(small, alone, k, context_tokens=40).generate(prompts, rollout_step=1))
 
 
