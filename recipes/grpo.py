@@ -19,7 +19,7 @@ def main(config: GrpoConfig) -> None:
     from .policy_prompts import open_prompts
     from .progress import RunProgress
     from .rollouts import Rollouts
-    from .session import join_ranks, leave_ranks
+    from .session import join_ranks, leave_ranks, rollout_notes
     from .stop_signal import StopSignal
 
     source = find_policy(config)
@@ -29,8 +29,10 @@ def main(config: GrpoConfig) -> None:
     rl, backlog = config.rl, Backlog(prompts, config.rl)
     policy = open_policy(config, source, context, backlog)
     state = policy.state
-    settings = engine_config(config, opened)
-    engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
+    settings, tell = engine_config(config, opened), rollout_notes(config.rollout, context)
+    engine = RolloutEngine(
+        policy.publish, context, settings, tokenizer, tell=tell, records_routes=rl.routing_replay
+    )
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, opened, backlog)
     with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:

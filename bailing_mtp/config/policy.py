@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from .build import show
-from .checks import check_mtp_divisor
+from .checks import check_graphs, check_mtp_divisor
 from .errors import ConfigError
 from .rollout import RlConfig, RolloutConfig, SamplingConfig
 from .training import MtpConfig, OptimConfig, PolicyTrainConfig, PromptDataConfig
@@ -29,6 +29,11 @@ class GrpoConfig(RunConfig):
     """Optimizer and schedule."""
     mtp: MtpConfig = MtpConfig()
     """MTP loss, on response tokens."""
+
+    @model_validator(mode="after")
+    def _graphs_have_their_kernels(self) -> Self:
+        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

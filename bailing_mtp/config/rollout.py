@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     keep_memory: bool = False
     """Keep caches and graphs between rollouts instead of handing their memory to training."""
     cuda_graphs: bool = False
-    """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one."""
+    """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one; needs kernels=triton."""
     kernels: Literal["torch", "triton"] = "torch"
     """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
     Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
