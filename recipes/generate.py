@@ -13,6 +13,7 @@ def main(config: GenerateConfig) -> None:
     from bailing_mtp.contracts.clock import WeightsClock
     from bailing_mtp.log import ProgressLine
     from bailing_mtp.rollout.engine import RolloutEngine
+    from bailing_mtp.rollout.reduced_head import read_draft_ids
     from bailing_mtp.weights.names import Shard
     from bailing_mtp.weights.view import publish
 
@@ -23,6 +24,8 @@ def main(config: GenerateConfig) -> None:
     source = find_source(config)
     drafts = config.rollout.speculative_tokens
     check_mtp(mtp_layers=int(source.holds_mtp), checkpoint=config.checkpoint.load, speculative_tokens=drafts)
+    if config.rollout.draft_vocabulary is not None:
+        read_draft_ids(config.rollout.draft_vocabulary, source.arch.vocab_size)
     tokenizer = open_tokenizer(config, source)
     prompts = read_prompts(config, source, tokenizer)
     context = join_ranks(config, source.arch)

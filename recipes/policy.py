@@ -10,6 +10,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rl.samples import PolicyRow, pack_rows
+from bailing_mtp.rollout.reduced_head import read_draft_ids
 from bailing_mtp.training.policy_scores import with_logprobs
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.weights.view import WeightsView, publish
@@ -20,8 +21,8 @@ from .session import Source, find_source, make_model, require_mtp
 
 
 def find_policy(config: GrpoConfig) -> Source:
-    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer, or routing replay
-    no experts."""
+    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer, routing replay no
+    experts, or the file of rollout.draft_vocabulary no use."""
     source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     if config.mtp.loss_scale is None:
         check_mtp(
@@ -29,6 +30,8 @@ def find_policy(config: GrpoConfig) -> Source:
             checkpoint=config.checkpoint.load,
             speculative_tokens=config.rollout.speculative_tokens,
         )
+    if config.rollout.draft_vocabulary is not None:
+        read_draft_ids(config.rollout.draft_vocabulary, source.arch.vocab_size)
     if config.rl.routing_replay:
         check_replay(source.arch.n_expert_layers)
     _require_same_reference(config, source)

@@ -123,6 +123,21 @@ def check_graphs(*, cuda_graphs: bool, kernels: str) -> None:
         )
 
 
+def check_drafts(*, speculative_tokens: int, adaptive: bool, draft_vocabulary: str | None) -> None:
+    """Refuse settings of drafts where there are none."""
+    if speculative_tokens:
+        return
+    asked = []
+    if adaptive:
+        asked.append("rollout.adaptive: true needs rollout.speculative_tokens > 0; or set rollout.adaptive=false")
+    if draft_vocabulary is not None:
+        asked.append(
+            f"rollout.draft_vocabulary: {draft_vocabulary!r} needs rollout.speculative_tokens > 0; "
+            "or set rollout.draft_vocabulary=null"
+        )
+    raise_if_any(asked)
+
+
 def _no_mtp(checkpoint: str | None) -> str:
     if checkpoint is None:
         return "needs an MTP layer and model.architecture has none; set its num_nextn_predict_layers to 1"

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from .checks import check_graphs
+from .checks import check_drafts, check_graphs
 from .errors import ConfigError
 from .rollout import RolloutConfig, SamplingConfig
 from .section import Text
@@ -30,6 +30,16 @@ class GenerateConfig(RunConfig):
     @model_validator(mode="after")
     def _graphs_have_their_kernels(self) -> Self:
         check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_exist(self) -> Self:
+        rollout = self.rollout
+        check_drafts(
+            speculative_tokens=rollout.speculative_tokens,
+            adaptive=rollout.adaptive,
+            draft_vocabulary=rollout.draft_vocabulary,
+        )
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from .build import show
-from .checks import check_graphs, check_mtp_divisor
+from .checks import check_drafts, check_graphs, check_mtp_divisor
 from .errors import ConfigError
 from .rollout import RlConfig, RolloutConfig, SamplingConfig
 from .training import MtpConfig, OptimConfig, PolicyTrainConfig, PromptDataConfig
@@ -33,6 +33,16 @@ class GrpoConfig(RunConfig):
     @model_validator(mode="after")
     def _graphs_have_their_kernels(self) -> Self:
         check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_exist(self) -> Self:
+        rollout = self.rollout
+        check_drafts(
+            speculative_tokens=rollout.speculative_tokens,
+            adaptive=rollout.adaptive,
+            draft_vocabulary=rollout.draft_vocabulary,
+        )
         return self
 
     @model_validator(mode="after")

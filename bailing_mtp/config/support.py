@@ -11,8 +11,6 @@ from .build import show
 from .errors import raise_if_any
 from .section import Section
 
-ANY = object()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -21,7 +19,7 @@ class Option:
     path: str
     """Dotted key."""
     value: object
-    """The value that asks for the backend; ANY = every value but null."""
+    """The value that asks for the backend."""
     instead: str = ""
     """Values of the key that need nothing; empty = there are none."""
     module: str | None = None
@@ -81,8 +79,6 @@ OPTIONS = (
         needs_gpu=True,
     ),
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True),
-    Option(path="rollout.adaptive", value=True, instead="false", supported=False),
-    Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
@@ -104,7 +100,7 @@ def check_backends(
     problems = []
     for option in OPTIONS:
         value = _value_at(config, option.path)
-        if value is None or option.value not in (ANY, value):
+        if value != option.value:
             continue
         reason = _reason(option, has_gpu, installed)
         if reason:

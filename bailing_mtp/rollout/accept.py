@@ -105,8 +105,10 @@ def _draw_fresh(
     logits_nv = logits_nSv[row_n, n_accepted_n]
     score_nv = logits_nv
     if k:
-        rejected_n1 = (n_accepted_n < k).unsqueeze(-1)
         column_n = n_accepted_n.clamp(max=k - 1)
+        # Masks may leave a draft nothing: where q is no distribution nothing is accepted, and p is drawn from.
+        has_q_n = drafts.lse_nk[row_n, column_n].isfinite()
+        rejected_n1 = ((n_accepted_n < k) & has_q_n).unsqueeze(-1)
         p_nv = (logits_nv - lse_nS[row_n, n_accepted_n].unsqueeze(-1)).exp()
         q_nv = (drafts.logits_nkv[row_n, column_n] - drafts.lse_nk[row_n, column_n].unsqueeze(-1)).exp()
         score_nv = torch.where(rejected_n1, (p_nv - q_nv).clamp(min=0).log(), logits_nv)

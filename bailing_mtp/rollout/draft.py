@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from bailing_mtp.rollout.accept import Drafts
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.reduced_head import ReducedHead
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.sampling import Draft, draw_draft
 
@@ -27,11 +29,18 @@ class Drafter(Protocol):
 class MtpDrafter:
     """The model's own MTP layer: its hidden state at P - 1 gives the first draft, each draft the next."""
 
+    def __init__(self, reduced: ReducedHead | None = None) -> None:
+        """reduced: the part of the vocabulary that drafts are drawn from, None = all of it."""
+        self._reduced = reduced
+
     def draft(self, program: Program, memory: RolloutMemory, rows: StepRows, k: int) -> Drafts:
         hidden_nH = memory.slots.mtp_hidden_NH[rows.slots_n]
         drawn: list[Draft] = []
         for index in range(k):
             if index:
                 hidden_nH = program.mtp_step(drawn[-1].token_n, hidden_nH, index, rows.slots_n)
-            drawn.append(draw_draft(program.kernels, program.logits(hidden_nH), rows, index))
+            drawn.append(draw_draft(program.kernels, self._logits(program, hidden_nH), rows, index))
         return Drafts(*(torch.stack(parts, 1) for parts in zip(*drawn, strict=True)))
+
+    def _logits(self, program: Program, hidden_nH: Tensor) -> Tensor:
+        return program.logits(hidden_nH) if self._reduced is None else self._reduced.logits(program, hidden_nH)

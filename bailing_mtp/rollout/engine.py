@@ -21,6 +21,7 @@ from bailing_mtp.errors import UserError
 from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
 from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
 from bailing_mtp.rollout.launch import DecodeSteps
@@ -28,6 +29,7 @@ from bailing_mtp.rollout.lockstep import Lockstep, bucket, buckets
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
 from bailing_mtp.rollout.prefill import prefill_kernels
 from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.reduced_head import ReducedHead, read_draft_ids
 from bailing_mtp.rollout.requests import Limits, TextTokenizer, check_prompt, stop_ids_of
 from bailing_mtp.rollout.runner import Runner
 from bailing_mtp.rollout.scheduler import Scheduler
@@ -64,11 +66,14 @@ class RolloutEngine:
         records_routes: samples bring the experts of their tokens. kernels: decode kernels in place of those that the
         config names. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
-        self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
+        self._tokenizer, self._drafter = tokenizer, drafter
+        assert drafter is None or config.draft_vocabulary is None, "a vocabulary of drafts is for the MTP layer's own"
         self._tell, self._make_capturer = tell, make_capturer
         self._records_routes = records_routes
         self._kernels = kernels or _decode_kernels(config.kernels)
-        self._lockstep = Lockstep(context)
+        self._lockstep = Lockstep(context, config.adaptive)
+        self._controller = Controller(config.speculative_tokens) if config.adaptive else None
+        self._reduced: ReducedHead | None = None
         self._memory: RolloutMemory | None = None
         self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
@@ -76,12 +81,13 @@ class RolloutEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory for caches, states and graphs that this rank holds now; 0 between rollouts without
-        keep_memory."""
+        """Device memory for caches, states, graphs and the rows of rollout.draft_vocabulary that this rank holds now;
+        0 between rollouts without keep_memory."""
         if self._memory is None or self._steps is None:
             return 0
         graphs = self._steps.graphs
-        return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
+        rows_bytes = 0 if self._reduced is None else self._reduced.held_bytes
+        return self._memory.plan.total_bytes + rows_bytes + (0 if graphs is None else graphs.pool_bytes)
 
     @property
     def slot_bytes(self) -> int:
@@ -182,7 +188,12 @@ class RolloutEngine:
         view.require_current()
         if config.speculative_tokens and view.mtp is None:
             raise ValueError(f"rollout.speculative_tokens={config.speculative_tokens} needs an MTP layer")
+        reduced = self._reduced_head(view)
         memory = self._take_memory(view, limits)
+        if reduced is not None:
+            reduced.refresh(view.head_vH)
+        if self._controller is not None:
+            self._controller.begin()
         scheduler = Scheduler(
             limits.max_running,
             limits.n_templates,
@@ -196,8 +207,9 @@ class RolloutEngine:
         steps = self._bound_steps(program, limits)
         fixed_reach = self._kernels is not torch_kernels
         runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
+        drafts = config.speculative_tokens
         return RolloutSession(
-            runner, scheduler, self._lockstep, limits, self._tokenizer, config.speculative_tokens, rollout_step
+            runner, scheduler, self._lockstep, limits, self._tokenizer, drafts, rollout_step, self._controller
         )
 
     def close(self) -> None:
@@ -210,6 +222,8 @@ class RolloutEngine:
         if self._steps is not None and self._steps.graphs is not None:
             self._steps.graphs.release()
         self._steps = None
+        if self._reduced is not None:
+            self._reduced.release()
         if self._memory is not None:
             self._memory.release()
             self._memory = None
@@ -241,6 +255,9 @@ class RolloutEngine:
 
     def _take_memory(self, view: WeightsView, limits: Limits) -> RolloutMemory:
         config, context = self._config, self._context
+        budget_bytes = None if config.memory_gb is None else int(config.memory_gb * GIB)
+        if budget_bytes is not None and self._reduced is not None:
+            budget_bytes -= self._reduced.row_bytes(view.head_vH)
         plan = MemoryPlan.build(
             view.arch,
             Shard(context.tp, context.tp_rank, context.ep, context.ep_rank),
@@ -250,7 +267,7 @@ class RolloutEngine:
             limits.context_tokens,
             min(config.block_tokens, limits.context_tokens),
             view.embedding_vH.dtype,
-            None if config.memory_gb is None else int(config.memory_gb * GIB),
+            budget_bytes,
             limits.max_stops,
             limits.max_suppressed,
         )
@@ -259,6 +276,15 @@ class RolloutEngine:
         if self._memory is None:
             self._memory = RolloutMemory(plan, context.device)
         return self._memory
+
+    def _reduced_head(self, view: WeightsView) -> ReducedHead | None:
+        """Raises UserError for a rollout.draft_vocabulary that will not do."""
+        path = self._config.draft_vocabulary
+        if self._reduced is None and path is not None:
+            v = view.head_vH.shape[0]
+            ids = read_draft_ids(path, view.arch.vocab_size)
+            self._reduced = ReducedHead(ids, self._context.tp_rank, v)
+        return self._reduced
 
     def _bound_steps(self, program: Program, limits: Limits) -> DecodeSteps:
         """The steps of this rollout; their graphs are those of the last one if memory and weights are."""
@@ -271,7 +297,7 @@ class RolloutEngine:
             self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs, program.route_format)
         if self._steps.graphs is not None:
             self._steps.graphs.require_addresses([tensor.data_ptr() for tensor in program.view.tensors()])
-        self._steps.bind(program, self._drafter, self._context.tp_group)
+        self._steps.bind(program, self._drafter or MtpDrafter(self._reduced), self._context.tp_group)
         return self._steps
 
     def _gather(self, mine: Any) -> list[Any]:

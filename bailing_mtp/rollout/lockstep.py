@@ -18,6 +18,7 @@ from bailing_mtp.parallel.context import ParallelContext, host_group
 from bailing_mtp.rollout.distribution import StepRules
 
 _SMALL_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_VOTE = 1 << 16
 
 
 class Shapes(NamedTuple):
@@ -27,6 +28,8 @@ class Shapes(NamedTuple):
     starters: int
     decode_rows: int
     rules: StepRules
+    drafts: int = 0
+    """Of the decode step. The first rank that decodes any row decides: what ranks have measured differs."""
 
     @property
     def is_idle(self) -> bool:
@@ -36,17 +39,21 @@ class Shapes(NamedTuple):
 class Lockstep:
     """Agreement of the ranks that communicate inside a step, by small reductions on the host."""
 
-    def __init__(self, context: ParallelContext) -> None:
-        """Collective."""
+    def __init__(self, context: ParallelContext, adaptive: bool = False) -> None:
+        """adaptive: ranks may wish for different drafts. Collective."""
         self._replicas_agree = context.ep > context.tp
+        self._agree = self._replicas_agree or (adaptive and context.tp > 1)
         self._group = host_group(context.ep_group if self._replicas_agree else context.tp_group, context.device)
 
     def agree(self, wanted: Shapes) -> Shapes:
         """The largest of each size over the group. Every rank must call it the same number of times."""
-        if not self._replicas_agree:
+        if not self._agree:
             return wanted
-        prefill, starters, decode, *flags = self._largest([*wanted[:3], *astuple(wanted.rules)])
-        return Shapes(prefill, starters, decode, StepRules(*map(bool, flags)))
+        # A vote weighs more than any number of drafts, and more on an earlier rank; none without rows.
+        weight = 0 if self._group is None or not wanted.decode_rows else self._group.size() - self._group.rank()
+        vote = weight * _VOTE + wanted.drafts
+        prefill, starters, decode, vote, *flags = self._largest([*wanted[:3], vote, *astuple(wanted.rules)])
+        return Shapes(prefill, starters, decode, StepRules(*map(bool, flags)), vote % _VOTE)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so."""

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from bailing_mtp.contracts.samples import FinishReason, PartialGroup, Prompt, Sample
 from bailing_mtp.errors import UserError
+from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.distribution import StepRules
 from bailing_mtp.rollout.flights import Flights, Landed
+from bailing_mtp.rollout.graphs import StepShape
 from bailing_mtp.rollout.lockstep import Lockstep, Shapes, bucket
 from bailing_mtp.rollout.requests import (
     Limits,
@@ -49,10 +51,13 @@ class RolloutSession:
         tokenizer: TextTokenizer | None,
         drafts: int,
         rollout_step: int,
+        controller: Controller | None = None,
     ) -> None:
+        """drafts: of every step, or the most of them where a controller chooses."""
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._lockstep, self._flights = lockstep, Flights(runner.program.route_format)
         self._tokenizer, self._drafts, self._rollout_step = tokenizer, drafts, rollout_step
+        self._controller = controller
         self._rules = StepRules()
         self._view = runner.program.view
         self._requests: dict[Row, Request] = {}
@@ -120,7 +125,10 @@ class RolloutSession:
         self._view.require_current()
         plan = scheduler.plan(self.drain) if scheduler.has_work else _IDLE
         running = [*plan.decode, *(row for row, _ in plan.starters)]
-        wanted = Shapes(plan.prefill_tokens, len(plan.starters), bucket(len(running)), self._rules)
+        n_padded, drafts = bucket(len(running)), self._drafts
+        if self._controller is not None:
+            drafts = self._controller.choose(n_padded, may_try=not (plan.prefill_tokens or plan.starters))
+        wanted = Shapes(plan.prefill_tokens, len(plan.starters), n_padded, self._rules, drafts)
         shapes = self._lockstep.agree(wanted)
         # Once joined never parted: few sets of rules, few graphs.
         self._rules = shapes.rules
@@ -140,27 +148,39 @@ class RolloutSession:
         """Read all that is launched."""
         for landed in self._flights.land(len(self._flights)):
             self._read(landed)
+        self._flights.interrupt()
 
     def _launch(self, plan: Plan, running: Sequence[Row], shapes: Shapes) -> None:
         runner, flights = self._runner, self._flights
+        if shapes.prefill_tokens or plan.before or plan.after:
+            flights.interrupt()
         runner.apply(plan.before)
         runner.prefill(plan.chunks, shapes.prefill_tokens)
         runner.apply(plan.after)
         starters = [row for row, _ in plan.starters]
         write_settings(runner.memory, [self._requests[row] for row in starters])
         flights.add(starters, None, runner.start(plan.starters, shapes.starters, shapes.rules))
-        flights.add(running, self._drafts, runner.decode(running, shapes.decode_rows, shapes.rules, self._drafts))
+        step = StepShape(shapes.decode_rows, shapes.drafts, shapes.rules)
+        if self._controller is not None and step.rows:
+            self._controller.launched(step.rows, step.drafts)
+        flights.add(running, step, runner.decode(running, step))
         runner.forget()
 
     def _read(self, landed: Landed) -> None:
         """Take results; those of rows that have ended meanwhile mean nothing."""
-        live = [(row, found) for row, found in zip(*landed[::2], strict=True) if row.state == "running"]
-        if landed.drafts is not None and live:
-            self.stats.add_step(len(live), self._limits.max_running, landed.drafts)
+        shape, stats = landed.shape, self.stats
+        live = [(row, found) for row, found in zip(landed.rows, landed.results, strict=True) if row.state == "running"]
+        if shape is not None and live:
+            stats.add_step(len(live), self._limits.max_running, shape.drafts)
+        before = [*stats.reached, *stats.accepted]
         for row, result in live:
             kept = self._receive(row, result)
-            if landed.drafts is not None:
-                self.stats.add_row(kept, result.n_accepted, landed.drafts)
+            if shape is not None:
+                stats.add_row(kept, result.n_accepted, shape.drafts)
+        if self._controller is not None and shape is not None:
+            self._controller.timed(shape.rows, shape.drafts, shape, landed.seconds)
+            new = [now - then for now, then in zip([*stats.reached, *stats.accepted], before, strict=True)]
+            self._controller.tested(new[: stats.depths], new[stats.depths :])
 
     def _receive(self, row: Row, result: RowResult) -> int:
         """Take a row's new tokens; returns how many stay in the response."""

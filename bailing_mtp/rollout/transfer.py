@@ -5,6 +5,7 @@ On a CPU both are plain tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,16 +34,24 @@ class Pending:
 
     def __init__(self, values: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
+        self._arrived_s = 0.0
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(enable_timing=True)
             self._arrived.record()
         else:
             self._host = values.clone()
+            self._arrived_s = time.monotonic()
 
     def wait(self) -> Tensor:
         """The values, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
+
+    def seconds_since(self, earlier: Pending) -> float:
+        """Between the arrivals of two that were waited for: what the device, or on a CPU this process, took."""
+        if self._arrived is None or earlier._arrived is None:
+            return self._arrived_s - earlier._arrived_s
+        return earlier._arrived.elapsed_time(self._arrived) / 1000
