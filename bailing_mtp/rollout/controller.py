@@ -23,8 +23,8 @@ _MARGIN = 1.01
 """How much better another k must be than the one that runs."""
 _REST_STEPS = 4
 """Steps between two trials of one k: what was launched must have been read."""
-_FADE = 1 - 1 / 64
-"""What a step leaves of the weight of those before it in acceptance."""
+_FADE, _FLOOR = 1 - 1 / 64, 16.0
+"""What a step leaves of the weight of older tests of drafts, and the number of tests that age does not touch."""
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0
 """Acceptance before anything is known, and the observations that it counts for."""
 _COST_OF_DRAFT = 0.15
@@ -66,6 +66,8 @@ class Controller:
         self._arms: dict[int, list[_Arm]] = {}
         self._reached, self._accepted = [0.0] * most, [0.0] * most
         self._warm: set[Hashable] = set()
+        self._tested = [0] * most
+        """Step of the last test at each depth."""
         self._step, self._allowance = 0, _ALLOWANCE
 
     def begin(self) -> None:
@@ -109,9 +111,13 @@ class Controller:
     def tested(self, reached: Sequence[int], accepted: Sequence[int]) -> None:
         """Of one step: rows that tested a draft at each depth, and those of them that accepted it."""
         for index, (tests, passes) in enumerate(zip(reached, accepted, strict=True)):
-            if tests:
-                self._reached[index] = self._reached[index] * _FADE + tests
-                self._accepted[index] = self._accepted[index] * _FADE + passes
+            if not tests:
+                continue
+            age, old = self._step - self._tested[index], self._reached[index]
+            kept = max(_FADE**age, min(1.0, _FLOOR / old)) if old else 0.0
+            self._reached[index] = old * kept + tests
+            self._accepted[index] = self._accepted[index] * kept + passes
+            self._tested[index] = self._step
 
     def tokens(self, drafts: int) -> float:
         """Expected tokens of a row in a step."""
@@ -133,6 +139,8 @@ class Controller:
 
     def _trial(self, rows: int, best: int) -> int | None:
         """Another k that is worth a step now: one that was begun and not timed, else the one not run for longest."""
+        if not any(map(self._known, self._arms)):
+            return None
         arms = self._bucket(rows)
         others = [k for k in range(self._most + 1) if k != best]
         begun = [k for k in others if arms[k].cost_s is None and arms[k].n_launched == 1]

@@ -130,12 +130,12 @@ class Runner:
         rows = StepRows.read(self.memory, to_device(slots, device), rules, self.group)
         return Pending(pack(first_step(self.program, self.memory, rows, hidden_mH, known_m)))
 
-    def decode(self, running: Sequence[Row], shape: StepShape) -> Pending | None:
+    def decode(self, running: Sequence[Row], padded: int, rules: StepRules, drafts: int) -> Pending | None:
         """One step of all running rows, packed."""
-        if shape.rows == 0:
+        if padded == 0:
             return None
-        self._reach(running, ahead=shape.drafts + 1)
-        return self.steps.launch([row.slot for row in running], shape)
+        self._reach(running, ahead=drafts + 1)
+        return self.steps.launch([row.slot for row in running], StepShape(padded, drafts, rules))
 
     def _reach(self, running: Sequence[Row], ahead: int) -> None:
         memory = self.memory

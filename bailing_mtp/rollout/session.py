@@ -163,7 +163,7 @@ class RolloutSession:
         step = StepShape(shapes.decode_rows, shapes.drafts, shapes.rules)
         if self._controller is not None and step.rows:
             self._controller.launched(step.rows, step.drafts)
-        flights.add(running, step, runner.decode(running, step))
+        flights.add(running, step, runner.decode(running, step.rows, step.rules, step.drafts))
         runner.forget()
 
     def _read(self, landed: Landed) -> None:
