@@ -1,4 +1,4 @@
-"""A step's output as one tensor for one transfer, and as what each row gained.
+"""A step's packed output, one tensor for one transfer, as what each row gained.
 
 Shapes: n rows, S tokens of a row, W = 4 * S + 4 words of a row.
 """
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from bailing_mtp.rollout.step import StepOutput
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,8 @@ def packed_words(S: int) -> int:
     return 4 * S + 4
 
 
-def pack(output: StepOutput) -> Tensor:
-    """int32 [n, W]: tokens, kept, accepted, state, error; then the bits of the three log-probabilities."""
-    numbers = [output.kept_n, output.n_accepted_n, output.state_n, output.error_n.long()]
-    whole = torch.cat([output.tokens_nS, torch.stack(numbers, 1)], dim=1).to(torch.int32)
-    return torch.cat([whole, torch.cat(list(output.log_probs), dim=1).view(torch.int32)], dim=1)
-
-
 def unpack(packed: Tensor, S: int, n_rows: int) -> list[RowResult]:
-    """The first `n_rows` rows of a packed output on the host, whatever its shape."""
+    """The first `n_rows` rows of a packed output on the host, whatever its shape; kernels.reference.settle packs it."""
     packed_nW = packed.view(-1, packed_words(S))[:n_rows]
     log_probs = packed_nW[:, S + 4 :].contiguous().view(torch.float32).view(-1, 3, S)
     results = []

@@ -6,8 +6,8 @@ Shapes: n rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from bailing_mtp.kernels.reference.noise import NoiseKeys
@@ -26,6 +26,8 @@ class StepRows:
     keys: NoiseKeys
     position_n: Tensor
     """int64, the pending token's position P."""
+    pending_n: Tensor
+    """int64, the pending token."""
     finished_n: Tensor
     """bool, rows that ended in an earlier step which the host has not read yet."""
     rules: StepRules
@@ -34,25 +36,23 @@ class StepRows:
 
     @staticmethod
     def read(
-        memory: RolloutMemory, slots_n: Tensor, rollout_step: Tensor, rules: StepRules, group: Group
+        kernels: ModuleType,
+        memory: RolloutMemory,
+        slots_n: Tensor,
+        rollout_step: Tensor,
+        rules: StepRules,
+        group: Group,
     ) -> StepRows:
         """rollout_step: int64 scalar on the device, the second word of the noise key."""
-        state = memory.slots
+        read, step_n = kernels.read_slots(memory.numbers(), slots_n, rollout_step)
         settings = RowSettings(
-            temperature=state.temperature[slots_n],
-            top_k=state.top_k[slots_n],
-            top_p=state.top_p[slots_n],
-            min_new=state.min_new[slots_n],
-            response_index=state.generated[slots_n],
-            stop_ids=state.stop_ids_Nx[slots_n],
-            suppress_ids=state.suppress_ids_Nx[slots_n],
+            read.temperature,
+            read.top_k,
+            read.top_p,
+            read.min_new,
+            response_index=read.generated,
+            stop_ids=read.stop_ids,
+            suppress_ids=read.suppress_ids,
         )
-        seed_n = state.seed[slots_n]
-        keys = NoiseKeys(
-            seed=seed_n,
-            step=torch.zeros_like(seed_n) + rollout_step,
-            prompt_index=state.prompt_index[slots_n].long(),
-            sample_index=state.sample_index[slots_n].long(),
-        )
-        position_n, finished_n = state.position[slots_n].long(), state.finished[slots_n]
-        return StepRows(slots_n, settings, keys, position_n, finished_n, rules, group)
+        keys = NoiseKeys(read.seed, step_n, read.prompt_index, read.sample_index)
+        return StepRows(slots_n, settings, keys, read.position, read.pending, read.finished, rules, group)
