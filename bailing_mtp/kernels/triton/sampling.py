@@ -142,7 +142,9 @@ def _draw_join(
     value, at = tl.max(tl.load(part_score + places, mask=in_P, other=float("-inf")), axis=0, return_indices=True)
     logit_P = tl.load(part_logit + places, mask=in_P, other=float("-inf"))
     best, at_best = tl.max(logit_P, axis=0, return_indices=True)
-    drawn, likeliest = tl.load(part_id + row * P + at), tl.load(part_logit_id + row * P + at_best)
+    # Among NaN the place of the largest may be any, past the last part too.
+    drawn = tl.load(part_id + row * P + tl.minimum(at, P - 1))
+    likeliest = tl.load(part_logit_id + row * P + tl.minimum(at_best, P - 1))
     tl.store(value_n + row, value)
     tl.store(id_n + row, drawn)
     tl.store(likeliest_n + row, best)

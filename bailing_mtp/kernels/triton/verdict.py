@@ -118,10 +118,10 @@ def _block_log_probs(
     logit_S = tl.load(logits + places * v + column_S, mask=here_S, other=0.0).to(tl.float32)
     raw_S = logit_S - tl.load(lses_2nS + places, mask=in_S, other=0.0)
     lse_S = tl.load(lses_2nS + size + places, mask=in_S, other=0.0)
-    tempered_S = tl.where(here_S & (temperature > 0), logit_S * scale - lse_S, 0.0)
+    tempered_S = tl.where(temperature > 0, logit_S * scale - lse_S, 0.0)
     kept_S = tl.zeros([S_PAD], tl.float32) + tl.where(temperature > 0, 0.0, float("nan"))
     tl.store(log_probs_3nS + places, tl.where(here_S, raw_S, 0.0), mask=in_S)
-    tl.store(log_probs_3nS + size + places, tempered_S, mask=in_S)
+    tl.store(log_probs_3nS + size + places, tl.where(here_S, tempered_S, 0.0), mask=in_S)
     tl.store(log_probs_3nS + 2 * size + places, kept_S, mask=in_S)
     # Comparisons with NaN are false.
     tl.store(finite_nS + places, tl.abs(lse_S) < float("inf"), mask=in_S)
