@@ -96,9 +96,9 @@ def gumbel_argmax(logits_tv: Tensor, gumbel_tv: Tensor, group: Group) -> tuple[T
 
 
 def head_logits(hidden_tH: Tensor, weight_vH: Tensor, out_tv: Tensor | None = None) -> Tensor:
-    """Logits of this rank's vocabulary rows, [t, v] in fp32 (fp64 for fp64), never rounded to less; in `out_tv` if given.
+    """Logits of this rank's vocabulary rows, [t, v] in fp32 (fp64 for fp64), never rounded to less.
 
-    For use without autograd; `head_apply` is the differentiable way.
+    out_tv: where to write them. For use without autograd; `head_apply` is the differentiable way.
     """
     return _wide_mm(hidden_tH, weight_vH.t(), out_tv)
 
@@ -199,7 +199,7 @@ def _wide_mm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if left.is_cuda and left.dtype == right.dtype and left.dtype != wide(left):
         return torch.mm(left, right, out_dtype=wide(left), out=out)
     common = torch.promote_types(wide(left), right.dtype)
-    return torch.mm(left.to(common), right.to(common), out=out)
+    return torch.matmul(left.to(common), right.to(common), out=out)
 
 
 def accumulate_mm(total: Tensor, left: Tensor, right: Tensor) -> None:

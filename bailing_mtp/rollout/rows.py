@@ -36,15 +36,9 @@ class StepRows:
 
     @staticmethod
     def read(
-        kernels: ModuleType,
-        memory: RolloutMemory,
-        slots_n: Tensor,
-        rollout_step: Tensor,
-        rules: StepRules,
-        group: Group,
+        kernels: ModuleType, memory: RolloutMemory, slots_n: Tensor, rules: StepRules, group: Group
     ) -> StepRows:
-        """rollout_step: int64 scalar on the device, the second word of the noise key."""
-        read, step_n = kernels.read_slots(memory.numbers(), slots_n, rollout_step)
+        read = kernels.read_slots(memory.numbers(), slots_n)
         settings = RowSettings(
             read.temperature,
             read.top_k,
@@ -54,5 +48,5 @@ class StepRows:
             stop_ids=read.stop_ids,
             suppress_ids=read.suppress_ids,
         )
-        keys = NoiseKeys(read.seed, step_n, read.prompt_index, read.sample_index)
+        keys = NoiseKeys(read.seed, read.rollout_step, read.prompt_index, read.sample_index)
         return StepRows(slots_n, settings, keys, read.position, read.pending, read.finished, rules, group)

@@ -1,6 +1,6 @@
 """What a step reads of its slots and leaves in them, in plain torch.
 
-Shape legend: N slots, n rows, S tokens of a block, X ids of a list, H hidden size, W = 4 * S + 4 words of a packed row.
+Shape legend: N slots, n rows, S tokens of a block, X ids of a list, H hidden size, W words of a packed row.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,7 @@ RUNNING, STOP, LENGTH = 0, 1, 2
 
 
 class SlotNumbers(NamedTuple):
-    """Per slot, or gathered per row: how it is drawn, and where it stands. Of a row, integers but top_k, min_new,
-    generated and the lists are int64."""
+    """Per slot, or gathered per row: how it is drawn, and where it stands."""
 
     temperature: Tensor
     top_k: Tensor
@@ -26,6 +25,7 @@ class SlotNumbers(NamedTuple):
     suppress_ids: Tensor
     """[., X]."""
     seed: Tensor
+    rollout_step: Tensor
     prompt_index: Tensor
     sample_index: Tensor
     position: Tensor
@@ -53,12 +53,14 @@ class Cut(NamedTuple):
     """int64: RUNNING, STOP or LENGTH."""
 
 
-def read_slots(slots: SlotNumbers, slots_n: Tensor, rollout_step: Tensor) -> tuple[SlotNumbers, Tensor]:
-    """The numbers of the rows' slots, and the rollout step (int64 scalar) once for each row."""
+WHOLE = ("seed", "rollout_step", "prompt_index", "sample_index", "position", "pending")
+"""Numbers that are int64 once they are read."""
+
+
+def read_slots(slots: SlotNumbers, slots_n: Tensor) -> SlotNumbers:
+    """The numbers of the rows' slots."""
     rows = SlotNumbers(*(field[slots_n] for field in slots))
-    whole = ("seed", "prompt_index", "sample_index", "position", "pending")
-    rows = rows._replace(**{name: getattr(rows, name).long() for name in whole})
-    return rows, rollout_step.repeat(len(slots_n))
+    return rows._replace(**{name: getattr(rows, name).long() for name in WHOLE})
 
 
 def cut_block(tokens_nS: Tensor, n_tokens_n: Tensor, stop_ids_nX: Tensor, room_n: Tensor) -> Cut:
@@ -94,7 +96,8 @@ def settle(
     log_probs_3nS: fp32, raw, processed, kept mass. finite_nS: bool, False where a token was drawn from logits that
     are not finite: it and later ones are not kept, and the row ends with an error if the cut kept one. known_n:
     int64, the pending token of a row that has one already: it gains nothing; -1 elsewhere. packed_nW: int32, out:
-    tokens, kept, accepted, state, error (0 or 1); then the bits of the three log-probabilities.
+    tokens, kept, accepted, state, error (0 or 1); then the bits of the three log-probabilities, 4 * S + 4 words in all;
+    later ones are left alone.
 
     Returns the fed tokens to commit, int64 [n]: n_accepted + 1, but 0 of a row that has ended, so that it stays
     inside its context while steps already under way name it.
@@ -118,7 +121,8 @@ def settle(
     book.finished_N[slots_n] = finished_n
     numbers_n4 = torch.stack([kept_n, n_accepted_n, state_n, error_n.long()], 1)
     bits = torch.cat(list(log_probs_3nS), dim=1).view(torch.int32)
-    packed_nW.copy_(torch.cat([tokens_nS.to(torch.int32), numbers_n4.to(torch.int32), bits], dim=1))
+    packed = torch.cat([tokens_nS.to(torch.int32), numbers_n4.to(torch.int32), bits], dim=1)
+    packed_nW[:, : packed.shape[1]] = packed
     return (n_accepted_n + 1).masked_fill(finished_n, 0)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bailing_mtp.kernels.reference.settle import LENGTH, RUNNING, STOP, Book, SlotNumbers
+from bailing_mtp.kernels.reference.settle import LENGTH, RUNNING, STOP, WHOLE, Book, SlotNumbers
 
 
 @triton.jit
@@ -18,10 +18,10 @@ def _copy(out, row, source, slot):
 
 @triton.jit
 def _read_slots(
-    temperature_n, top_k_n, top_p_n, min_new_n, generated_n, stops_nX, suppress_nY, seed_n, prompt_n, sample_n,
-    position_n, pending_n, finished_n, step_n,
-    temperature_N, top_k_N, top_p_N, min_new_N, generated_N, stops_NX, suppress_NY, seed_N, prompt_N, sample_N,
-    position_N, pending_N, finished_N, rollout_step, slots_n,
+    temperature_n, top_k_n, top_p_n, min_new_n, generated_n, stops_nX, suppress_nY, seed_n, step_n, prompt_n,
+    sample_n, position_n, pending_n, finished_n,
+    temperature_N, top_k_N, top_p_N, min_new_N, generated_N, stops_NX, suppress_NY, seed_N, step_N, prompt_N,
+    sample_N, position_N, pending_N, finished_N, slots_n,
     X: tl.constexpr, Y: tl.constexpr, X_PAD: tl.constexpr, Y_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -32,12 +32,12 @@ def _read_slots(
     _copy(min_new_n, row, min_new_N, slot)
     _copy(generated_n, row, generated_N, slot)
     _copy(seed_n, row, seed_N, slot)
+    _copy(step_n, row, step_N, slot)
     _copy(prompt_n, row, prompt_N, slot)
     _copy(sample_n, row, sample_N, slot)
     _copy(position_n, row, position_N, slot)
     _copy(pending_n, row, pending_N, slot)
     tl.store(finished_n + row, tl.load(finished_N + slot) != 0)
-    tl.store(step_n + row, tl.load(rollout_step))
     ids_X, ids_Y = tl.arange(0, X_PAD), tl.arange(0, Y_PAD)
     stops_X = tl.load(stops_NX + slot * X + ids_X, mask=ids_X < X, other=-1)
     tl.store(stops_nX + row * X + ids_X, stops_X, mask=ids_X < X)
@@ -45,32 +45,30 @@ def _read_slots(
     tl.store(suppress_nY + row * Y + ids_Y, suppress_Y, mask=ids_Y < Y)
 
 
-def read_slots(slots: SlotNumbers, slots_n: Tensor, rollout_step: Tensor) -> tuple[SlotNumbers, Tensor]:
+def read_slots(slots: SlotNumbers, slots_n: Tensor) -> SlotNumbers:
     """As kernels.reference.settle.read_slots."""
     n, device = slots_n.shape[0], slots_n.device
     assert slots_n.is_contiguous() and all(field.is_contiguous() for field in slots)
-    whole = {name: torch.int64 for name in ("seed", "prompt_index", "sample_index", "position", "pending")}
     rows = SlotNumbers(
         *(
-            torch.empty(n, *field.shape[1:], dtype=whole.get(name, field.dtype), device=device)
+            torch.empty(n, *field.shape[1:], dtype=torch.int64 if name in WHOLE else field.dtype, device=device)
             for name, field in slots._asdict().items()
         )
     )
-    step_n = torch.empty(n, dtype=torch.int64, device=device)
     X, Y = slots.stop_ids.shape[1], slots.suppress_ids.shape[1]
     if n:
         _read_slots[(n,)](
-            *rows, step_n, *slots, rollout_step, slots_n,
+            *rows, *slots, slots_n,
             X=X, Y=Y, X_PAD=triton.next_power_of_2(max(X, 1)), Y_PAD=triton.next_power_of_2(max(Y, 1)), num_warps=1,
         )  # fmt: skip
-    return rows, step_n
+    return rows
 
 
 @triton.jit
 def _settle(
     n_committed_n, packed_nW, packed_bits_nW, tokens_nS, n_accepted_n, log_probs_3nS, finite_nS, known_n,
     pending_N, generated_N, max_new_N, error_N, finished_N, stop_ids_NX, slots_n,
-    S: tl.constexpr, X: tl.constexpr, S_PAD: tl.constexpr, X_PAD: tl.constexpr, KNOWN: tl.constexpr,
+    W, S: tl.constexpr, X: tl.constexpr, S_PAD: tl.constexpr, X_PAD: tl.constexpr, KNOWN: tl.constexpr,
     RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     row, n = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -105,13 +103,13 @@ def _settle(
     tl.store(error_N + slot, had_error | error)
     tl.store(finished_N + slot, finished)
     tl.store(n_committed_n + row, tl.where(finished, 0, n_accepted + 1).to(tl.int64))
-    packed = packed_nW + row * (4 * S + 4)
+    packed = packed_nW + row * W
     tl.store(packed + ids_S, token_S.to(tl.int32), mask=in_S)
     tl.store(packed + S, kept)
     tl.store(packed + S + 1, n_accepted)
     tl.store(packed + S + 2, state)
     tl.store(packed + S + 3, error.to(tl.int32))
-    bits = packed_bits_nW + row * (4 * S + 4) + S + 4
+    bits = packed_bits_nW + row * W + S + 4
     for kind in tl.static_range(3):
         x_S = tl.load(log_probs_3nS + kind * n.to(tl.int64) * S + places, mask=in_S, other=0.0)
         tl.store(bits + kind * S + ids_S, x_S, mask=in_S)
@@ -130,13 +128,13 @@ def settle(
     """As kernels.reference.settle.settle."""
     (n, S), X = tokens_nS.shape, book.stop_ids_NX.shape[1]
     inputs = (tokens_nS, n_accepted_n, log_probs_3nS, finite_nS, slots_n, packed_nW, *book)
-    assert all(x.is_contiguous() for x in inputs) and packed_nW.shape == (n, 4 * S + 4)
+    assert all(x.is_contiguous() for x in inputs) and packed_nW.shape[1] >= 4 * S + 4
     n_committed_n = torch.empty(n, dtype=torch.int64, device=tokens_nS.device)
     if n:
         _settle[(n,)](
             n_committed_n, packed_nW, packed_nW.view(torch.float32), tokens_nS, n_accepted_n, log_probs_3nS,
             finite_nS, tokens_nS if known_n is None else known_n, *book, slots_n,
-            S=S, X=X, S_PAD=triton.next_power_of_2(S), X_PAD=triton.next_power_of_2(max(X, 1)),
+            packed_nW.shape[1], S=S, X=X, S_PAD=triton.next_power_of_2(S), X_PAD=triton.next_power_of_2(max(X, 1)),
             KNOWN=known_n is not None, RUNNING=RUNNING, STOP=STOP, LENGTH=LENGTH, num_warps=1,
         )  # fmt: skip
     return n_committed_n
