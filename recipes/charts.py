@@ -40,6 +40,7 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
     "reward": (Panel("Reward", "per sample", (r"reward/(mean|solved)",)),),
     "policy": (
         Panel("Probability of what the rollout drew, rollout against trainer", "nats", (r"rollout/logprob_gap",)),
+        Panel("Experts that rollout and trainer choose alike", "share", (r"rollout/route_agreement",), share=True),
         Panel("Entropy of the policy", "nats per token", (r"policy/entropy",)),
         Panel("Response", "tokens", (r"rollout/response_tokens",)),
     ),

@@ -23,7 +23,8 @@ def main(config: GrpoConfig) -> None:
     context = join_ranks(config, source.arch)
     policy = open_policy(config, source, context, prompts)
     state, rl = policy.state, config.rl
-    engine = RolloutEngine(policy.publish, context, engine_config(config, prompts), tokenizer)
+    settings = engine_config(config, prompts)
+    engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, prompts, tokenizer)
     with Judge(rl, context, tokenizer.decode) as judge:

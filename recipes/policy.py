@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bailing_mtp.config import GrpoConfig, RolloutConfig, check_mtp
+from bailing_mtp.config import GrpoConfig, RolloutConfig, check_mtp, check_replay
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.data.prompts import PromptLoader
 from bailing_mtp.data.records import open_records
@@ -23,7 +23,8 @@ from .session import Source, find_source, make_model, require_mtp
 
 
 def find_policy(config: GrpoConfig) -> Source:
-    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer."""
+    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer, or routing replay
+    no experts."""
     source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     if config.mtp.loss_scale is None:
         check_mtp(
@@ -31,6 +32,8 @@ def find_policy(config: GrpoConfig) -> Source:
             checkpoint=config.checkpoint.load,
             speculative_tokens=config.rollout.speculative_tokens,
         )
+    if config.rl.routing_replay:
+        check_replay(source.arch.n_expert_layers)
     return source
 
 

@@ -24,7 +24,7 @@ from .report import Report
 from .rollouts import Rollouts
 from .session import Source
 
-OF_THE_START = ("rollout/logprob_gap",)
+OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
 """Metrics that mean the weights that rolled out, so the first of several optimizer steps."""
 
 

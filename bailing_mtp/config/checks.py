@@ -85,6 +85,12 @@ def check_mtp(
     raise_if_any(problems)
 
 
+def check_replay(expert_layers: int) -> None:
+    """Refuse routing replay for a model that routes nothing."""
+    if not expert_layers:
+        raise_if_any(["rl.routing_replay: true needs expert layers and the model has none; allowed here: false"])
+
+
 def check_mtp_divisor(*, loss_scale: float | None, detach: bool, main_loss: str) -> None:
     """Refuse a joint MTP loss beside a loss that is a mean over sequences or pairs, called `main_loss`.
 

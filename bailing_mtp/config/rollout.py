@@ -107,7 +107,7 @@ class RlConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term to the reference model; 0 = no reference model."""
     routing_replay: bool = False
-    """Train with the experts that the rollout chose."""
+    """Train with the experts that the rollout chose, but for the MTP layer and the reference model."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts rolled out / prompts trained; the slowest are cancelled."""
     samples_kept: NonNegativeInt = 16

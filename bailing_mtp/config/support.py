@@ -82,7 +82,6 @@ OPTIONS = (
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", instead="kernels", supported=False),
     Option(path="what", value="train", needs_gpu=True),
-    Option(path="rl.routing_replay", value=True, instead="false", supported=False),
     Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**32 - 1
 
@@ -82,6 +84,9 @@ class Sample:
     error: str | None = None
     versions: tuple[int, ...] = ()
     """Version of the weights that drew each token."""
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Expert ids that the trunk chose for the first n tokens of prompt and response, uint8 or int16 [n, L, k]: L
+    expert layers, k experts per token. A last token that was drawn and never fed has none. None: not recorded."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.model.kda import KdaMixer
@@ -18,6 +18,7 @@ from bailing_mtp.model.layers import RmsNorm
 from bailing_mtp.model.mla import GatedMla
 from bailing_mtp.model.mlp import SharedExpert, StackedExperts, SwiGluMlp
 from bailing_mtp.model.moe import LocalMoeLayer
+from bailing_mtp.model.replay import TrunkLayer
 from bailing_mtp.model.router import GroupLimitedRouter
 from bailing_mtp.model.settings import ModelSettings
 
@@ -34,10 +35,12 @@ def head_kernels(settings: ModelSettings) -> ModuleType | None:
 
 def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockSubmodules:
     """The trunk: one spec per planned layer, and the final norm."""
-    layers = [
-        ModuleSpec(module=TransformerLayer, submodules=layer_submodules(plan, arch, settings))
-        for plan in arch.trunk_plan()
-    ]
+    layers, n_routed = [], 0
+    for plan in arch.trunk_plan():
+        routes = plan.mlp == "moe"
+        params = {"expert_layer": n_routed if routes else None}
+        layers.append(ModuleSpec(module=TrunkLayer, params=params, submodules=layer_submodules(plan, arch, settings)))
+        n_routed += routes
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 

@@ -51,13 +51,15 @@ class RolloutEngine:
         drafter: Drafter | None = None,
         tell: Callable[[str], None] = logger.info,
         make_capturer: Callable[[torch.device], Capturer] = CudaCapturer,
+        records_routes: bool = False,
     ) -> None:
         """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
         end-of-text ids, and finds stop strings. tell: gets a line for each wait at the start, such as captures.
-        Collective."""
+        records_routes: samples bring the experts of their tokens. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
         self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
         self._tell, self._make_capturer = tell, make_capturer
+        self._records_routes = records_routes
         self._kernels = _decode_kernels(config.kernels)
         self._lockstep = Lockstep(context)
         self._memory: RolloutMemory | None = None
@@ -129,7 +131,7 @@ class RolloutEngine:
             config.speculative_tokens,
         )
         prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
-        program = Program(view, memory, context, self._kernels, prefills)
+        program = Program(view, memory, context, self._kernels, prefills, self._records_routes)
         steps = self._bound_steps(program, limits, rollout_step)
         fixed_reach = self._kernels is not torch_kernels
         runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
@@ -205,7 +207,7 @@ class RolloutEngine:
                 most = len(buckets(limits.max_running))
                 capturer = self._make_capturer(self._context.device)
                 graphs = StepGraphs(capturer, self._lockstep.any_rank, most, self._tell)
-            self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs)
+            self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs, program.route_format)
         if self._steps.graphs is not None:
             self._steps.graphs.require_addresses([tensor.data_ptr() for tensor in program.view.tensors()])
         self._steps.bind(program, self._drafter, self._context.tp_group, rollout_step)

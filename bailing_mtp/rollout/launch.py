@@ -19,6 +19,7 @@ from bailing_mtp.rollout.graphs import StepGraphs, StepShape
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.results import pack, packed_words
+from bailing_mtp.rollout.routes import RouteFormat
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.step import decode_step
 from bailing_mtp.rollout.transfer import Pending, to_device
@@ -27,12 +28,15 @@ from bailing_mtp.rollout.transfer import Pending, to_device
 class DecodeSteps:
     """Lives as long as the memory whose addresses its graphs hold. `bind` before each rollout."""
 
-    def __init__(self, memory: RolloutMemory, max_rows: int, graphs: StepGraphs | None) -> None:
-        """max_rows: the largest number of padded rows. graphs: None = eager."""
-        self.memory, self.graphs = memory, graphs
+    def __init__(
+        self, memory: RolloutMemory, max_rows: int, graphs: StepGraphs | None, routes: RouteFormat | None = None
+    ) -> None:
+        """max_rows: the largest number of padded rows. graphs: None = eager. routes: how the programs to be bound
+        record them, None = not at all."""
+        self.memory, self.graphs, self._routes = memory, graphs, routes
         self._slots = torch.full((max_rows,), memory.scratch_slot, device=memory.device)
         self._rollout_step = torch.zeros((), dtype=torch.int64, device=memory.device)
-        words = max_rows * packed_words(memory.plan.records)
+        words = max_rows * packed_words(memory.plan.records, routes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self._named: list[int] = []
 
@@ -43,6 +47,7 @@ class DecodeSteps:
 
     def bind(self, program: Program, drafter: Drafter, group: Group, rollout_step: int) -> None:
         """The weights and the noise of the next rollout."""
+        assert program.route_format == self._routes, f"{program.route_format}, room for {self._routes}"
         self._program, self._drafter, self._group = program, drafter, group
         self._rollout_step.fill_(rollout_step)
 
@@ -58,7 +63,7 @@ class DecodeSteps:
                 self.graphs.capture(shape, partial(self._run, shape))
             self._name(slots, shape.rows)
             self.graphs.replay(shape)
-        return Pending(self._packed[: shape.rows * packed_words(shape.drafts + 1)])
+        return Pending(self._packed[: shape.rows * packed_words(shape.drafts + 1, self._routes)])
 
     def _name(self, slots: Sequence[int], rows: int) -> None:
         named = [*slots, *[self.memory.scratch_slot] * (rows - len(slots))]

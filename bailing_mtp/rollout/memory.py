@@ -339,7 +339,8 @@ class RolloutMemory:
         state.parity[slots_n] = 1 - state.parity[slots_n]
         state.position[slots_n] = state.position[slots_n] + n_committed_n
         for tensor in (state.count, state.parity, state.position):
-            tensor[self.scratch_slot] = 0
+            # Filled in place: an assigned number would be copied from the host, which a capture refuses.
+            tensor[self.scratch_slot].zero_()
 
 
 _EMPTY = {"stop_ids_Nx": -1, "suppress_ids_Nx": -1, "top_p": 1.0}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample, SamplingParams
 from bailing_mtp.errors import UserError
 from bailing_mtp.rollout.distribution import StepRules
@@ -54,7 +56,9 @@ class Request:
     kept_logmass: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def sample(self, finish_reason: FinishReason, error: str | None = None) -> Sample:
+    def sample(
+        self, finish_reason: FinishReason, error: str | None = None, routes: np.ndarray | None = None
+    ) -> Sample:
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.row.sample_index,
@@ -66,6 +70,7 @@ class Request:
             finish_reason=finish_reason,
             error=error,
             versions=tuple(self.versions),
+            routes=routes,
         )
 
 

@@ -50,7 +50,7 @@ class RolloutSession:
         drafts: int,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
-        self._lockstep, self._flights = lockstep, Flights()
+        self._lockstep, self._flights = lockstep, Flights(runner.program.route_format)
         self._tokenizer, self._drafts = tokenizer, drafts
         self._rules = StepRules()
         self._view = runner.program.view
@@ -148,6 +148,8 @@ class RolloutSession:
         if cut is not None:
             tokens, state, error = tokens[:cut], STOP, False
         kept = len(tokens)
+        if result.routes is not None:
+            self._runner.routes.committed(row, result.routes)
         row.response += tokens
         request.logprobs += result.raw[:kept]
         request.processed_logprobs += result.processed[:kept]
@@ -163,5 +165,5 @@ class RolloutSession:
 
     def _finish(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
         self._scheduler.finish(row)
-        self._done.append(self._requests.pop(row).sample(reason, error))
+        self._done.append(self._requests.pop(row).sample(reason, error, self._runner.routes.take(row)))
         self.stats.samples += 1

@@ -18,6 +18,7 @@ from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.losses.chunked import chunk_tokens_for
 from bailing_mtp.losses.fused_head import fused_chunk_tokens
 from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, head_outputs, reach
+from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.model.trunk import sequence_shard
 from bailing_mtp.training.state import TrainState
 
@@ -110,10 +111,15 @@ class PretrainObjective:
         return None if total is None else LossTerms(total, sums)
 
     def heads(
-        self, state: TrainState, batch: TokenBatch, policy_temperature: float = 1.0, with_entropy: bool = False
+        self,
+        state: TrainState,
+        batch: TokenBatch,
+        policy_temperature: float = 1.0,
+        with_entropy: bool = False,
+        replay: RouteReplay | None = None,
     ) -> HeadOutputs:
         """Forward of trunk, MTP layer and heads over one microbatch; acceptance, too, is at `policy_temperature`."""
-        hidden = state.trunk(batch)
+        hidden = state.trunk(batch, replay)
         weight_vH = state.trunk_module.head_weight
         kernels = state.trunk_module.head_kernels
         tokens_for = chunk_tokens_for if kernels is None else fused_chunk_tokens

@@ -145,6 +145,7 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(cases_rl.dpo, (1, 1), (2, 1), (1, 2)),
         **_layouts(cases_rl.policy, (1, 1), (2, 1)),
         **_layouts(cases_rl.grpo, (2, 2), (1, 2)),
+        **_layouts(cases_rl.replay, (2, 2), (1, 2)),
     },
     4: {
         **_layouts(gradients, (2, 2)),

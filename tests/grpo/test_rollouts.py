@@ -142,6 +142,10 @@ def test_what_cannot_be_trained_is_refused(changes: dict, message: str):
         build_config(GrpoConfig, BASE | changes)
 
 
+def test_routing_replay_needs_nothing():
+    check_backends(build_config(GrpoConfig, BASE | {"rl": {"routing_replay": True}}), has_gpu=False)
+
+
 def test_joint_mtp_is_allowed_beside_a_token_loss():
     config = build_config(GrpoConfig, BASE | {"mtp": {"loss_scale": 0.1}})
     assert config.rl == RlConfig() and config.mtp == MtpConfig(loss_scale=0.1)
@@ -149,10 +153,10 @@ def test_joint_mtp_is_allowed_beside_a_token_loss():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    rl = {"oversample": 1.5, "routing_replay": True}
+    rl = {"oversample": 1.5}
     config = build_config(GrpoConfig, BASE | {"rl": rl, "rollout": {"adaptive": True}})
     with pytest.raises(ConfigError) as caught:
         check_backends(config, has_gpu=True, installed=lambda module: True)
     assert sorted(problem.partition(" is ")[0] for problem in caught.value.problems) == [
-        "rl.oversample: 1.5", "rl.routing_replay: true", "rollout.adaptive: true",
+        "rl.oversample: 1.5", "rollout.adaptive: true",
     ]  # fmt: skip

@@ -32,9 +32,9 @@ TIMES = ("time/", "_per_second", "memory/")
 
 ALL_OF_IT = (
     "train.steps=4", "rl.minibatches=2", "rl.kl_coef=0.1", "rl.truncate_importance=2.0", "checkpoint.save_every=2",
-    "sampling.temperature=0.7", "mtp=detached",
+    "sampling.temperature=0.7", "mtp=detached", "rl.routing_replay=true",
 )  # fmt: skip
-"""Two optimizer steps a rollout, KL to the start, importance weights, the MTP layer trained along."""
+"""Two optimizer steps a rollout, KL to the start, importance weights, replayed experts, the MTP layer trained along."""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,7 @@ def test_a_run_leaves_everything(whole: Path):
     for row in rows:
         assert set(names) <= row.keys()
         assert row["rollout/logprob_gap"] < 1e-5 and row["policy/ratio_gap"] < 1e-5
+        assert row["rollout/route_agreement"] == 1
         assert row["memory/rollout_gb"] > 0 and row["time/switch_s"] > 0
         # About 60 drafts a depth.
         assert row["predicted/accept_depth1"] == pytest.approx(row["rollout/accept_depth1"], abs=0.25)
