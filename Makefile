@@ -21,8 +21,8 @@ help: ## this list
 install: ## virtual environment in VENV (.venv) with everything: 5.5 GB, 3 to 6 minutes, once
 	@launch/install.sh $(abspath $(VENV))
 
-demo: $(ENSURE) ## train a tiny model with its MTP layer on two CPU processes: a few minutes
-	@NPROC=2 CUDA_VISIBLE_DEVICES= PYTHON=$(PY) launch/torchrun.sh pretrain experiment=demo $(ARGS)
+demo: $(ENSURE) ## the whole story on two CPU processes: pretrain a tiny model, grpo with speculation, before and after
+	@PYTHON=$(PY) launch/demo.sh $(ARGS)
 
 test: $(ENSURE) ## the CPU test suite; ARGS="-k name" goes to pytest
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m "not gpu and not slurm" -q $(ARGS)

@@ -69,7 +69,7 @@ def write_figures(
     kernels: Sequence[KernelFigure | KernelFailure],
     passes: Sequence[PassFigure],
 ) -> None:
-    """Write the JSON file: what was measured, where, and every figure. Appears whole or not at all."""
+    """Write the JSON file: what was measured, where, and every figure."""
     failed = [asdict(result) for result in kernels if isinstance(result, KernelFailure)]
     for failure in failed:
         # JSON has no number for it.
@@ -80,6 +80,11 @@ def write_figures(
         "failed": failed,
         "passes": [asdict(figure) for figure in passes],
     }
+    write_json(path, content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Appears whole or not at all."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.rename(path)

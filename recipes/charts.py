@@ -2,7 +2,7 @@
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,23 @@ ACCEPTANCE = (
     Panel("Drafts that the trunk would accept", "share", (r"(mtp/|valid/mtp_)accept_depth\d+",), share=True),
     Panel("First choice equal to the trunk's", "share", (r"(mtp/|valid/mtp_)top1_depth\d+",), share=True),
 )
+ACCEPT_LENGTH = Panel(
+    "Tokens per verify step",
+    "tokens",
+    (r"(rollout|valid)/accept_length", r"predicted/accept_length"),
+    plain=1.0,
+)
 CHARTS: dict[str, tuple[Panel, ...]] = {
     "overview": (LOSS, *ACCEPTANCE),
     "loss": (LOSS,),
     "acceptance": ACCEPTANCE,
+    "rl": (
+        Panel("Reward", "per sample", (r"(reward/|valid/reward_)mean",)),
+        ACCEPT_LENGTH,
+        Panel("Policy loss", "per token or sample", (r"policy/loss",)),
+    ),
     "accept_length": (
-        Panel("Tokens per verify step", "tokens", (r"rollout/accept_length", r"predicted/accept_length"), plain=1.0),
+        ACCEPT_LENGTH,
         Panel("Drafts accepted, given those before", "share", (r"(rollout|predicted)/accept_depth\d+",), share=True),
     ),
     "throughput": (
@@ -37,9 +48,10 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
         Panel("Gradient norm before clipping", "norm", (r"(train|mtp)/grad_norm",), log=True),
         Panel("Learning rate", "learning rate", (r"train/lr",), smooth=False),
     ),
-    "reward": (Panel("Reward", "per sample", (r"reward/(mean|solved)",)),),
+    "reward": (Panel("Reward", "per sample", (r"(reward/|valid/reward_)(mean|solved)",)),),
     "policy": (
         Panel("Probability of what the rollout drew, rollout against trainer", "nats", (r"rollout/logprob_gap",)),
+        Panel("Experts that rollout and trainer choose alike", "share", (r"rollout/route_agreement",), share=True),
         Panel("Entropy of the policy", "nats per token", (r"policy/entropy",)),
         Panel("Response", "tokens", (r"rollout/response_tokens",)),
     ),
@@ -52,7 +64,7 @@ CHARTS: dict[str, tuple[Panel, ...]] = {
 
 
 def write_charts(runs: Sequence[Run], target: Path) -> list[Path]:
-    """Write every chart that has data to `target`, as <chart>.png; returns the files."""
+    """Write every chart whose first panel has data to `target`, as <chart>.png; returns the files."""
     files = []
     for name, panels in CHARTS.items():
         figure = draw(runs, panels)
@@ -63,11 +75,11 @@ def write_charts(runs: Sequence[Run], target: Path) -> list[Path]:
     return files
 
 
-def draw(runs: Sequence[Run], panels: Iterable[Panel]) -> Figure | None:
-    """One figure, its panels below each other; None if no run holds any of the metrics."""
+def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure | None:
+    """One figure, its panels below each other; None if no run holds a metric of the first."""
     runs = [Run(run.label, [_with_predicted(row) for row in run.rows]) for run in runs]
     filled = [(panel, keys) for panel in panels for keys in _groups(panel, runs)]
-    if not filled:
+    if not filled or filled[0][0] is not panels[0]:
         return None
     width, height = PANEL_INCHES
     figure = Figure((width, height * len(filled)), dpi=DPI, layout="constrained")
@@ -101,4 +113,4 @@ def _order(key: str) -> tuple[str, int, str]:
     section, _, rest = key.partition("/")
     rest = rest.removeprefix("mtp_")
     stem, _, depth = rest.partition("_depth")
-    return stem, int(depth or 0), {"train": "0", "mtp": "1"}.get(section, "2")
+    return stem, int(depth or 0), {"train": "0", "valid": "2"}.get(section, "1")

@@ -95,7 +95,7 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 def metric_name(key: str) -> str:
     """What a metric is called in a legend, the same for training and held-out values."""
-    text = key.partition("/")[2].removeprefix("mtp_").removeprefix("dpo_")
+    text = re.sub("^(mtp|dpo|reward)_", "", key.partition("/")[2])
     if key.startswith(("rollout/accept_depth", "predicted/accept_depth")):
         return f"{'measured' if key.startswith('rollout/') else 'predicted'}, depth {depth_of(key)}"
     if key.startswith("predicted/"):

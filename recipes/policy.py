@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bailing_mtp.config import GrpoConfig, RolloutConfig, check_mtp
+from bailing_mtp.config import ConfigError, GrpoConfig, RolloutConfig, check_mtp, check_replay, show
 from bailing_mtp.contracts.policy import PolicyBatch
-from bailing_mtp.data.prompts import PromptLoader
-from bailing_mtp.data.records import open_records
-from bailing_mtp.data.tokenizer import Tokenizer
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
@@ -16,14 +14,14 @@ from bailing_mtp.training.policy_scores import with_logprobs
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.weights.view import WeightsView, publish
 
-from .dialogues import open_tokens
-from .prompts import sampling_params
-from .resume import continue_run, shard_of
+from .policy_prompts import Prompts
+from .resume import Position, continue_run, shard_of
 from .session import Source, find_source, make_model, require_mtp
 
 
 def find_policy(config: GrpoConfig) -> Source:
-    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer."""
+    """Where the policy comes from. Raises UserError where an MTP loss or drafts find no MTP layer, or routing replay
+    no experts."""
     source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     if config.mtp.loss_scale is None:
         check_mtp(
@@ -31,28 +29,34 @@ def find_policy(config: GrpoConfig) -> Source:
             checkpoint=config.checkpoint.load,
             speculative_tokens=config.rollout.speculative_tokens,
         )
+    if config.rl.routing_replay:
+        check_replay(source.arch.n_expert_layers)
+    _require_same_reference(config, source)
     return source
 
 
-def open_prompts(config: GrpoConfig, source: Source) -> tuple[Tokenizer, PromptLoader]:
-    """The tokenizer, and the prompts that leave room for a response, read by every rank."""
-    data, sampling = config.data, config.sampling
-    tokenizer, chat = open_tokens(data, source)
-    loader = PromptLoader(
-        open_records(data.path, data.bad_lines, config.seed),
-        chat,
-        sampling_params(sampling, config.seed),
-        sampling.samples_per_prompt,
-        data.seq_tokens - sampling.max_new_tokens,
-        config.seed,
-    )
-    return tokenizer, loader
+def _require_same_reference(config: GrpoConfig, source: Source) -> None:
+    """Refuse to continue with another model in the place of the reference. Raises ConfigError."""
+    if not source.resumes or config.rl.kl_coef == 0:
+        return
+    assert source.sharded is not None
+    before, now = source.sharded.state["config"]["checkpoint"]["load"], config.checkpoint.load
+    if _place(before) != _place(now):
+        raise ConfigError(
+            f"checkpoint.load: was {show(before)} when {source.directory} was written, now {show(now)}; with "
+            f"rl.kl_coef={config.rl.kl_coef:g} it is also the reference model of the whole run, so it must stay"
+        )
 
 
-def engine_config(config: GrpoConfig, prompts: PromptLoader) -> RolloutConfig:
+def _place(directory: str | None) -> Path | None:
+    return None if directory is None else Path(directory).resolve()
+
+
+def engine_config(config: GrpoConfig, prompts: Prompts) -> RolloutConfig:
     """rollout.*, with room for the longest of all prompts, so that every rollout has the same memory and graphs."""
-    longest = prompts.longest_tokens + config.sampling.max_new_tokens
-    return config.rollout.model_copy(update={"context_tokens": config.rollout.context_tokens or longest})
+    longest = max(loader.longest_tokens for loader in (prompts.train, prompts.valid) if loader is not None)
+    needed = longest + config.sampling.max_new_tokens
+    return config.rollout.model_copy(update={"context_tokens": config.rollout.context_tokens or needed})
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class Policy:
         return found
 
 
-def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, prompts: PromptLoader) -> Policy:
-    """The policy at the run's start, or where its last checkpoint left it."""
+def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, data: Position) -> Policy:
+    """The policy at the run's start, or where its last checkpoint left it; `data` is then put there, too."""
     trains_mtp = config.mtp.loss_scale is not None
     built = make_model(
         config,
@@ -107,5 +111,5 @@ def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, pr
         reference = make_model(config, find_source(config), context, with_mtp=False).trunk
         reference.requires_grad_(False)
     if source.resumes:
-        continue_run(source, state, prompts)
+        continue_run(source, state, data)
     return Policy(config, state, built, reference)

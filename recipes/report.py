@@ -22,6 +22,7 @@ LIVE = (
     ("lm", "train/lm_loss"), ("dpo", "dpo/loss"), ("right", "dpo/accuracy"), ("mtp", "mtp/loss_depth"),
     ("accept", "mtp/accept_depth"), ("reward", "reward/mean"), ("accept length", "rollout/accept_length"),
 )  # fmt: skip
+HELD_OUT = ("valid/lm_loss", "valid/dpo_loss", "valid/reward_mean")
 # What the summary's table leaves out: settings, and rates, whose mean its first line gives.
 NOT_IN_TABLE = re.compile(r"train/(lr|mfu|\w+_per_second)|(time|memory)/.*")
 
@@ -39,10 +40,8 @@ class Report:
         first_step: int = 0,
     ) -> None:
         self._run_dir = Path(config.run_dir)
-        self._context = context
-        self._flops = flops
-        self._steps = steps
-        self._first_step = first_step
+        self._context, self._flops = context, flops
+        self._steps, self._first_step = steps, first_step
         self._sinks = Sinks(config, verb, first_step) if context.is_writer else None
         self._line = ProgressLine(sys.stderr if context.is_writer else None)
         self.pace = Throughput(steps, first_step)
@@ -60,6 +59,13 @@ class Report:
     def note(self, values: Mapping[str, float]) -> None:
         """Facts of the run's start, written once, with the next log point."""
         self._notes |= values
+
+    def start(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what is known before the first step, if anything is."""
+        self._first = {**metrics, **self._first}
+        if metrics and self._sinks is not None:
+            self._sinks.write(step, dict(metrics))
+            self._line.show(self._live(step, metrics), final=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a log point and show the live line."""
@@ -122,9 +128,10 @@ class Report:
             found = [f"{value:.3f}" for name, value in values.items() if name.startswith(prefix)]
             if found:
                 parts.append(f"{label} {' '.join(found)}")
-        parts += [f"held out {values[name]:.3f}" for name in ("valid/lm_loss", "valid/dpo_loss") if name in values]
-        parts.append(f"{self._all_tokens / self.pace.trained_s():,.0f} tokens/s")
-        return "  ".join([*parts, f"{self.pace.left(step)} left"])
+        parts += [f"held out {values[name]:.3f}" for name in HELD_OUT if name in values]
+        if self._all_tokens:
+            parts += [f"{self._all_tokens / self.pace.trained_s():,.0f} tokens/s", f"{self.pace.left(step)} left"]
+        return "  ".join(parts)
 
 
 def _peak(device: torch.device) -> float | None:

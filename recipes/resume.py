@@ -45,11 +45,13 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
     try:
         data.load_state_dict(values["data"])
         allocate(state.optimizer, values["optimizer_steps"])
+        if state.offload is not None:
+            state.offload.to_host()
         module_table(state, source).fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")
     fail_together(error)
-    state.step = values["step"]
+    state.step = state.clock.trained = values["step"]
     state.scheduler.num_steps = values["scheduler_steps"]
     state.scheduler.step(increment=0)
     generators = read_json(checkpoint.directory / RNG_NAME)["ranks"]

@@ -85,6 +85,12 @@ def check_mtp(
     raise_if_any(problems)
 
 
+def check_replay(expert_layers: int) -> None:
+    """Refuse routing replay for a model that routes nothing."""
+    if not expert_layers:
+        raise_if_any(["rl.routing_replay: true needs expert layers and the model has none; allowed here: false"])
+
+
 def check_mtp_divisor(*, loss_scale: float | None, detach: bool, main_loss: str) -> None:
     """Refuse a joint MTP loss beside a loss that is a mean over sequences or pairs, called `main_loss`.
 
@@ -104,6 +110,17 @@ def check_eval_depth(eval_depth: int | None, loss_scale: float | None) -> None:
     """Refuse evaluated MTP depths where no MTP layer is built."""
     if eval_depth is not None and loss_scale is None:
         raise_if_any([f"train.eval_depth: {eval_depth} needs an MTP loss; set mtp.loss_scale, or leave it null"])
+
+
+def check_graphs(*, cuda_graphs: bool, kernels: str) -> None:
+    """Refuse graphs of the torch kernels: some of these read routing on the host."""
+    if cuda_graphs and kernels != "triton":
+        raise_if_any(
+            [
+                f"rollout.cuda_graphs: true needs rollout.kernels=triton, and it is {kernels}; "
+                "or set rollout.cuda_graphs=false"
+            ]
+        )
 
 
 def _no_mtp(checkpoint: str | None) -> str:

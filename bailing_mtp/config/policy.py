@@ -4,7 +4,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from .checks import check_mtp_divisor
+from .build import show
+from .checks import check_graphs, check_mtp_divisor
 from .errors import ConfigError
 from .rollout import RlConfig, RolloutConfig, SamplingConfig
 from .training import MtpConfig, OptimConfig, PolicyTrainConfig, PromptDataConfig
@@ -28,6 +29,11 @@ class GrpoConfig(RunConfig):
     """Optimizer and schedule."""
     mtp: MtpConfig = MtpConfig()
     """MTP loss, on response tokens."""
+
+    @model_validator(mode="after")
+    def _graphs_have_their_kernels(self) -> Self:
+        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -61,9 +67,32 @@ class GrpoConfig(RunConfig):
         n, most = self.rl.minibatches, self.rl.prompts_per_rollout * self.sampling.samples_per_prompt
         if n > most:
             raise ConfigError(f"rl.minibatches: {n} is more than the {most} samples of a rollout; use at most {most}")
-        for name, steps in (("train.steps", self.train.steps), ("checkpoint.save_every", self.checkpoint.save_every)):
+        whole = {
+            "train.steps": self.train.steps,
+            "train.eval_every": self.train.eval_every,
+            "checkpoint.save_every": self.checkpoint.save_every,
+        }
+        for name, steps in whole.items():
             if steps is not None and steps % n:
                 raise ConfigError(f"{name}: {steps} is not a multiple of rl.minibatches={n}: a rollout is used whole")
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_prompts_are_evaluated(self) -> Self:
+        path, every = self.data.valid_path, self.train.eval_every
+        if (path is None) != (every is None):
+            raise ConfigError(
+                f"data.valid_path: {show(path)} with train.eval_every={show(every)}; give both, or leave both null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _carries_something(self) -> Self:
+        if self.rl.carry_limit is not None and self.rl.oversample == 1:
+            raise ConfigError(
+                f"rl.carry_limit: {self.rl.carry_limit} limits what rl.oversample=1 never does; use null, or "
+                "an rl.oversample above 1"
+            )
         return self
 
     @model_validator(mode="after")

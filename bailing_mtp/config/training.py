@@ -31,6 +31,9 @@ class ModelConfig(Section):
     """Chunked KDA in training: the torch twin (any device), or fla's Triton kernels (GPU only)."""
     experts: Literal["loop", "grouped"] = "loop"
     """Experts in training: one after the other, or one grouped GEMM (sizes must be multiples of 16 bytes)."""
+    kernels: Literal["torch", "triton"] = "torch"
+    """Element-wise pieces of training (SwiGLU, gated norm, routing, log-probabilities of the head): torch, or this
+    package's Triton kernels (GPU only)."""
     architecture: dict[str, JsonValue] | None = None
     """Sizes under the key names of an HF config.json; null = read from checkpoint.load."""
 
@@ -90,6 +93,9 @@ class PromptDataConfig(Section):
     seq_tokens: PositiveInt = 4096
     """Longest prompt and response together, in tokens; a prompt that leaves no room for
     sampling.max_new_tokens is left out and counted."""
+    valid_path: Text | None = None
+    """Prompts of another source, or other problems of a generator, that train.eval_every evaluates; those that
+    data.path holds too are left out and counted."""
     chat_template: Text | None = None
     """File of a Jinja chat template, or plain (texts as they are written); null = the tokenizer's own."""
     tokenizer: Text | None = None
@@ -108,7 +114,8 @@ class TrainConfig(Section):
     microbatch_tokens: PositiveInt = 4096
     """Tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward."""
+    """Activations computed again in the backward: none; the inputs and SwiGLU of grouped experts and KDA between
+    its projections; or whole layers."""
     log_every: PositiveInt = 1
     """Steps between two lines of metrics.jsonl."""
     eval_every: PositiveInt | None = None
@@ -128,6 +135,11 @@ class PolicyTrainConfig(Section):
     """Most tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward."""
+    eval_every: PositiveInt | None = None
+    """Steps between two evaluations on data.valid_path, a multiple of rl.minibatches, with one before the first
+    step and one after the last; null = none."""
+    eval_samples: PositiveInt = 1
+    """Samples of each held-out prompt, drawn with the same noise in every evaluation."""
 
 
 class OptimConfig(Section):
@@ -158,7 +170,8 @@ class OptimConfig(Section):
     fused: Literal["none", "apex"] = "none"
     """Fused optimizer kernels: torch's own, or those of NVIDIA apex."""
     offload: Literal["none", "cpu"] = "none"
-    """Where optimizer states live between steps."""
+    """Where optimizer states (moments, fp32 master weights) are but during an optimizer step: on the device, or in
+    host memory, out of the way of activations and of a rollout's caches."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the router's load-balancing bias per optimizer step; 0 = frozen."""
 

@@ -80,6 +80,11 @@ class Architecture:
         """The trunk's layers. Layer i is MLA iff it ends a group or lies in the incomplete last group."""
         return tuple(self._plan(index) for index in range(self.num_layers))
 
+    @property
+    def n_expert_layers(self) -> int:
+        """Trunk layers that route."""
+        return sum(plan.mlp == "moe" for plan in self.trunk_plan())
+
     def mtp_plan(self) -> LayerPlan:
         """The MTP layer: always MLA; its MLP follows the same dense/MoE rule at index num_layers."""
         if self.num_mtp_layers == 0:

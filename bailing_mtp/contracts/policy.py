@@ -1,7 +1,7 @@
 """A microbatch of rollout samples with what the policy loss needs for every token.
 
-Shapes: T tokens of the pack. Per-token values stand at the token itself; `at_sites` moves them to the site that
-predicts it.
+Shapes: T tokens of the pack, L expert layers of the trunk, k experts per token. Per-token values stand at the token
+itself; `at_sites` moves them to the site that predicts it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ class PolicyBatch(TokenBatch):
     """fp32, the trainer's own tempered log-probability before the update, where ratios are taken to it."""
     reference_logprob_T: Tensor | None = None
     """fp32, tempered log-probability under the reference model, where there is one."""
+    routes_TLk: Tensor | None = None
+    """int16, expert ids that the rollout chose, -1 where none are recorded; None without routing replay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, values_T in self._per_token().items():
             if values_T.shape != self.input_ids_T.shape:
                 raise ValueError(f"{name} {tuple(values_T.shape)} must be [{self.layout.n_tokens}]")
+        if self.routes_TLk is not None and self.routes_TLk.shape[0] != self.layout.n_tokens:
+            raise ValueError(f"routes {tuple(self.routes_TLk.shape)} must be [{self.layout.n_tokens}, L, k]")
 
     def at_sites(self, values_T: Tensor) -> Tensor:
         """Values of the next token of the pack; meaningless where `shift(0)` is not valid."""
@@ -46,6 +50,8 @@ class PolicyBatch(TokenBatch):
         if extra == 0:
             return self
         padded = {name: torch.nn.functional.pad(x_T, (0, extra)) for name, x_T in self._per_token().items()}
+        if self.routes_TLk is not None:
+            padded["routes_TLk"] = torch.nn.functional.pad(self.routes_TLk, (0, 0, 0, 0, 0, extra), value=-1)
         tokens = self.tokens().padded_to(multiple)
         return PolicyBatch(**{f.name: getattr(tokens, f.name) for f in fields(TokenBatch)}, **padded)
 
@@ -55,6 +61,8 @@ class PolicyBatch(TokenBatch):
 
     def to(self, device: torch.device) -> PolicyBatch:
         moved = {name: x_T.to(device, non_blocking=True) for name, x_T in self._per_token().items()}
+        if self.routes_TLk is not None:
+            moved["routes_TLk"] = self.routes_TLk.to(device, non_blocking=True)
         return replace(super().to(device), **moved)
 
     def _per_token(self) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ The sequence is a function of (prompts, seed) alone; every rank draws all of it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +40,14 @@ class PromptLoader:
         samples_per_prompt: int,
         most_tokens: int,
         seed: int = 0,
+        apart_from: PromptLoader | None = None,
     ) -> None:
-        """`most_tokens`: longer prompts are left out and counted. Raises UserError for a bad line (by policy), or
-        where no prompt is left.
+        """`most_tokens`: longer prompts are left out and counted, and so are those that `apart_from` holds too.
+        Raises UserError for a bad line (by policy), or where no prompt is left.
         """
         self._sampling, self._samples_per_prompt = sampling, samples_per_prompt
-        self._items, self.n_too_long = [], 0
+        self._items, self.n_too_long, self.n_shared = [], 0, 0
+        others = {item.token_ids for item in apart_from._items} if apart_from else set()
         bad_lines, digest = BadLines(source.policy), hashlib.sha256()
         for record, origin in source.records(bad_lines):
             try:
@@ -55,13 +58,17 @@ class PromptLoader:
             if len(token_ids) > most_tokens:
                 self.n_too_long += 1
                 continue
+            if token_ids in others:
+                self.n_shared += 1
+                continue
             self._items.append(_Item(token_ids, record))
             digest.update(json.dumps(token_ids).encode())
         self.n_skipped_lines = bad_lines.n_skipped
         if not self._items:
+            shared = f", {self.n_shared} of the others are trained" if apart_from else ""
             raise UserError(
                 f"data.path: {source.path} holds no prompt of at most {most_tokens} tokens "
-                f"({self.n_too_long} are longer); allowed: at least one"
+                f"({self.n_too_long} are longer{shared}); allowed: at least one"
             )
         self._identity = {"version": _STATE_VERSION, "seed": seed, "prompts": digest.hexdigest()}
         self._epoch = self._offset = self._rollouts = 0
@@ -80,10 +87,27 @@ class PromptLoader:
         """Draws so far, which is the number of the next rollout: a part of the noise key."""
         return self._rollouts
 
-    def draw(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, numbered from 0."""
+    def draw(self, n: int, taken: Collection[int] = ()) -> list[Prompt]:
+        """The next `n` prompts, with the indices 0, 1, ... that are not `taken` by prompts of earlier rollouts."""
         self._rollouts += 1
-        return [self._next(index) for index in range(n)]
+        free = (index for index in itertools.count() if index not in taken)
+        return [self._next(index) for index in itertools.islice(free, n)]
+
+    def prompt(self, number: int, index: int) -> Prompt:
+        """Prompt `number` of all, as it is when drawn with this index."""
+        item = self._items[number]
+        return Prompt(
+            prompt_ids=item.token_ids,
+            index=index,
+            sampling=self._sampling,
+            samples_per_prompt=self._samples_per_prompt,
+            record=item.record,
+            number=number,
+        )
+
+    def all(self) -> list[Prompt]:
+        """Every prompt once, in the order of the source; moves nothing."""
+        return [self.prompt(number, number) for number in range(len(self._items))]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence stands, as JSON values; the same on every rank."""
@@ -105,15 +129,8 @@ class PromptLoader:
         if self._offset == len(self._items):
             self._epoch, self._offset = self._epoch + 1, 0
             self._order = self._shuffled(self._epoch)
-        item = self._items[self._order[self._offset]]
         self._offset += 1
-        return Prompt(
-            prompt_ids=item.token_ids,
-            index=index,
-            sampling=self._sampling,
-            samples_per_prompt=self._samples_per_prompt,
-            record=item.record,
-        )
+        return self.prompt(int(self._order[self._offset - 1]), index)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         key = np.random.SeedSequence((self._identity["seed"], epoch))

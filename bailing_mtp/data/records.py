@@ -15,6 +15,7 @@ from bailing_mtp.data.sources import (
     BadLines,
     FileSource,
     GeneratedSource,
+    Split,
     encodable,
     jsonl_records,
     open_source,
@@ -91,9 +92,14 @@ class ProblemSource:
             yield {**entry, **texts}, origin
 
 
-def open_records(path: str, bad_lines: BadLinePolicy = "fail", seed: int = 0) -> RecordSource:
-    """The records of `data.path`. Raises FileNotFoundError or UserError naming data.path."""
-    source = open_source(path, bad_lines, seed=seed)
+def open_records(
+    path: str, bad_lines: BadLinePolicy = "fail", seed: int = 0, split: Split = "train"
+) -> RecordSource:
+    """The records of `data.path`. `split`: which problems a generator gives, without meaning for files.
+
+    Raises FileNotFoundError or UserError naming data.path.
+    """
+    source = open_source(path, bad_lines, seed=seed, split=split)
     return JsonlSource(source) if isinstance(source, FileSource) else ProblemSource(source)
 
 

@@ -102,6 +102,42 @@ def chunk_kda(
     return o_1Thv[0], final_Nhkv
 
 
+def gated_chunk_kda(
+    q_Thd: Tensor,
+    k_Thd: Tensor,
+    v_Thv: Tensor,
+    f_Thd: Tensor,
+    beta_Th: Tensor,
+    A_log_h: Tensor,
+    dt_bias_hd: Tensor,
+    lower_bound: float | None,
+    cu_seqlens: Tensor,
+    lengths: tuple[int, ...],
+) -> Tensor:
+    """As the twin. Bounded decays in [-5, 0] are made inside fla's kernels: never held in fp32 for a whole pack."""
+    if q_Thd.shape[0] == 0 or lower_bound is None or lower_bound < -5:
+        log_decay_Thd = kda_gate(f_Thd, A_log_h, dt_bias_hd, lower_bound)
+        return chunk_kda(q_Thd, k_Thd, v_Thv, log_decay_Thd, beta_Th.float().sigmoid(), cu_seqlens, lengths)[0]
+    assert sum(lengths) == q_Thd.shape[0], f"lengths sum to {sum(lengths)}, T is {q_Thd.shape[0]}"
+    o_1Thv, _ = fla_chunk_kda(
+        q_Thd.unsqueeze(0),
+        k_Thd.unsqueeze(0),
+        v_Thv.unsqueeze(0),
+        f_Thd.unsqueeze(0),
+        beta_Th.float().sigmoid().unsqueeze(0),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=A_log_h,
+        # Flat, because fla returns the gradient of the bias flat.
+        dt_bias=dt_bias_hd.reshape(-1),
+        safe_gate=True,
+        lower_bound=lower_bound,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=_host_cu_seqlens(lengths, cu_seqlens.dtype),
+    )
+    return o_1Thv[0]
+
+
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # a cached inference tensor could not be used in a later backward
 def _host_cu_seqlens(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:

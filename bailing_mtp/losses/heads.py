@@ -8,6 +8,7 @@ Site t of depth d predicts token t+1+d; its counterpart in the trunk is site t+d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.losses.chunked import Pass, head_pass
+from bailing_mtp.losses.fused_head import FusedPlan, fused_outputs
 from bailing_mtp.parallel import vocab
 
 
@@ -25,6 +27,7 @@ class HeadOptions:
     detach_mtp: the MTP streams leave the head weight alone. temperature: of the acceptance metric's distributions.
     policy_temperature: divides the trunk's logits for log_prob_T and entropy_T, and for nothing else.
     with_entropy: compute entropy_T.
+    kernels: the module of one-pass kernels over logits (losses.fused_head); None composes torch's functions.
     """
 
     chunk_tokens: int
@@ -33,6 +36,7 @@ class HeadOptions:
     temperature: float = 1.0
     policy_temperature: float = 1.0
     with_entropy: bool = False
+    kernels: ModuleType | None = None
 
 
 class DepthOutputs(NamedTuple):
@@ -57,7 +61,7 @@ class HeadOutputs(NamedTuple):
     """1 where the argmax is token t+1."""
     depths: tuple[DepthOutputs, ...]
     entropy_T: Tensor
-    """Nats, of the distribution of log_prob_T, without gradient; zeros unless asked for."""
+    """Nats, of the distribution of log_prob_T, without gradient; means nothing unless asked for."""
 
 
 def head_outputs(
@@ -75,14 +79,23 @@ def head_outputs(
     hidden states are this rank's part of a sum over `group`.
     """
     n_depths = len(mtp_TH)
-    plan = Pass(
-        chunk_fn=_ChunkOutputs(n_depths, group, options),
-        chunk_tokens=options.chunk_tokens,
-        halo=n_depths,
-        trains_weight=(True, *(not options.detach_mtp for _ in mtp_TH)),
-    )
+    trains_weight = (True, *(not options.detach_mtp for _ in mtp_TH))
     targets = tuple(batch.token_ahead(1 + depth) for depth in range(n_depths + 1))
-    flat = head_pass((trunk_TH, *mtp_TH), weight_vH, plan, targets)
+    if options.kernels is None:
+        chunk_fn = _ChunkOutputs(n_depths, group, options)
+        plan = Pass(chunk_fn, options.chunk_tokens, halo=n_depths, trains_weight=trains_weight)
+        flat = head_pass((trunk_TH, *mtp_TH), weight_vH, plan, targets)
+    else:
+        fused = FusedPlan(
+            kernels=options.kernels,
+            group=group,
+            chunk_tokens=options.chunk_tokens,
+            objective=options.objective,
+            trains_weight=trains_weight,
+            temperature=options.temperature,
+            policy_temperature=options.policy_temperature,
+        )
+        flat = fused_outputs(fused, targets, weight_vH, (trunk_TH, *mtp_TH))
     depths = tuple(DepthOutputs(*flat[3 + 4 * d : 7 + 4 * d]) for d in range(n_depths))
     return HeadOutputs(flat[0], flat[1], depths, flat[2])
 

@@ -7,6 +7,7 @@ Source: Bailing V3 spec section 2.2.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
-from bailing_mtp.kernels.reference.attention import packed_causal_attention
 from bailing_mtp.model.layers import ColumnLinear, ReplicatedLinear, RmsNorm, RowLinear, apply_rope
 
 LATENT_NORM_EPS = 1e-6
@@ -38,13 +38,19 @@ class GatedMla(nn.Module):
 
     The low-rank input projections q_a and kv_a are replicated and work on this rank's sequence shard; the
     up-projections gather the (small) latents. Queries come from q_b(norm(q_a x)), or directly from q_proj when
-    the model has no q_lora_rank.
+    the model has no q_lora_rank. `kernels` is the module that attends (kernels.attention, or kernels.flash).
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, arch: Architecture, **_: Any
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        arch: Architecture,
+        kernels: ModuleType,
+        **_: Any,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         tp_group, n_heads, hidden = pg_collection.tp, arch.num_heads, arch.hidden_size
         self.tp_group = tp_group
         self.sequence_parallel = config.sequence_parallel
@@ -72,7 +78,7 @@ class GatedMla(nn.Module):
         rotary_pos_emb: the [T, 2, r/2] table of layers.rope_table for all T tokens.
         """
         inputs = self.project(hidden, rotary_pos_emb)
-        o_Thv = packed_causal_attention(
+        o_Thv = self.kernels.packed_causal_attention(
             inputs.q_Thd, inputs.k_Thd, inputs.v_Thv, packed_seq_params.lengths, self.softmax_scale
         )
         return self.finish(o_Thv, inputs.gate_Th), None

@@ -5,6 +5,7 @@ Shapes: s tokens of this rank's sequence shard, H hidden size, F whole width, f 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bailing_mtp.model import fused
 from bailing_mtp.model.layers import ColumnLinear, RowLinear
 
 
@@ -29,7 +31,10 @@ def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
 
 
 class SwiGluMlp(nn.Module):
-    """down(swiglu(gate_up(x))). A rank holds its gate rows, then its up rows, in one weight."""
+    """down(swiglu(gate_up(x))). A rank holds its gate rows, then its up rows, in one weight.
+
+    kernels: the module that computes SwiGLU in one pass; None composes it of torch's functions.
+    """
 
     def __init__(
         self,
@@ -37,16 +42,20 @@ class SwiGluMlp(nn.Module):
         pg_collection: ProcessGroupCollection,
         width: int,
         limit: float | None = None,
+        kernels: ModuleType | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.kernels = limit, kernels
         self.gate_up = ColumnLinear(config.hidden_size, 2 * width, config, pg_collection.tp)
         self.down = RowLinear(width, config.hidden_size, config, pg_collection.tp)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """[s, 1, H] -> ([s, 1, H], no bias), as megatron-core's layer expects of an MLP."""
-        return self.down(swiglu(self.gate_up(x), self.limit)), None
+        gate_up = self.gate_up(x)
+        if self.kernels is None:
+            return self.down(swiglu(gate_up, self.limit)), None
+        return self.down(fused.swiglu(self.kernels, gate_up, self.limit)), None
 
 
 class SharedExpert(SwiGluMlp):

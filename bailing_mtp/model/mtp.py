@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
-from bailing_mtp.kernels.reference.attention import chained_causal_attention
 from bailing_mtp.model.layers import ReplicatedLinear, RmsNorm
 from bailing_mtp.model.settings import ModelSettings, transformer_config
 from bailing_mtp.model.specs import layer_submodules
@@ -71,10 +70,11 @@ class MtpLayer(MegatronModule):
             x = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
             inputs = self.block.self_attention.project(self.block.input_layernorm(x), rope)
             rows.append((inputs.k_Thd, inputs.v_Thv))
-            o_Thv = chained_causal_attention(
-                inputs.q_Thd, *rows[0], tuple(rows[1:]), layout.lengths, self.block.self_attention.softmax_scale
+            mixer = self.block.self_attention
+            o_Thv = mixer.kernels.chained_causal_attention(
+                inputs.q_Thd, *rows[0], tuple(rows[1:]), layout.lengths, mixer.softmax_scale
             )
-            x = x + self.block.self_attention.finish(o_Thv, inputs.gate_Th)
+            x = x + mixer.finish(o_Thv, inputs.gate_Th)
             mlp, _ = self.block.mlp(self.block.pre_mlp_layernorm(x), padding_mask=uncounted_s[None])
             hidden = self.final_layernorm(x + mlp)
             outputs.append(hidden)

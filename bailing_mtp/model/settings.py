@@ -20,7 +20,10 @@ class ModelSettings:
     router_dtype: of the router weight, as the checkpoint stores it; its matmul is always fp32.
     kda: "torch" (the twin, any device) or "fla" (GPU kernels).
     experts: "loop" over the experts (any device), or "grouped": one grouped GEMM over all of them.
-    attention: "sdpa".
+    attention: "sdpa", torch's own (on a GPU in bf16 its fastest kernel that takes the pack), or "flash": flash-attn's.
+    kernels: "torch", or "triton" for the element-wise pieces between the matrix products (GPU).
+    recompute: "selective" computes the experts' sorted inputs and SwiGLU (of grouped experts) and KDA between its
+    projections again in the backward, "full" whole layers.
     expert_bias_rate: step of the online balance; 0 leaves the bias as loaded.
     """
 
@@ -28,8 +31,9 @@ class ModelSettings:
     router_dtype: torch.dtype
     kda: Literal["torch", "fla"] = "torch"
     experts: Literal["loop", "grouped"] = "loop"
-    attention: Literal["sdpa"] = "sdpa"
-    recompute: Literal["none", "full"] = "none"
+    attention: Literal["sdpa", "flash"] = "sdpa"
+    kernels: Literal["torch", "triton"] = "torch"
+    recompute: Literal["none", "selective", "full"] = "none"
     expert_bias_rate: float = 0.0
 
 
@@ -94,6 +98,7 @@ def _moe_options(arch: Architecture, settings: ModelSettings) -> dict[str, Any]:
 
 
 def _recompute_options(settings: ModelSettings) -> dict[str, Any]:
-    if settings.recompute == "none":
+    # What selective recompute leaves out is decided by our own layers.
+    if settings.recompute != "full":
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.layers import rope_table, sharded_parameter
+from bailing_mtp.model.replay import Pack, RouteReplay
 from bailing_mtp.model.settings import ModelSettings, transformer_config
-from bailing_mtp.model.specs import trunk_spec
+from bailing_mtp.model.specs import head_kernels, trunk_spec
 from bailing_mtp.parallel.context import ParallelContext
 
 
@@ -36,6 +37,8 @@ class BailingModel(MegatronModule):
         super().__init__(config)
         self.arch = arch
         self.context = context
+        self.head_kernels = head_kernels(settings)
+        """What the losses read logits with; None for torch's functions."""
         self.embedding = VocabParallelEmbedding(
             arch.vocab_size,
             arch.hidden_size,
@@ -63,16 +66,19 @@ class BailingModel(MegatronModule):
         """Rotary table for these positions, for all T tokens."""
         return rope_table(position_ids_T, self.arch.qk_rope_head_dim, self.arch.rope_theta)
 
-    def forward(self, batch: TokenBatch) -> Tensor:
+    def forward(self, batch: TokenBatch, replay: RouteReplay | None = None) -> Tensor:
         """Hidden states after the final norm, this rank's sequence shard [s, 1, H].
 
-        T must be a multiple of tp (TokenBatch.padded_to); padding takes part in nothing that counts.
+        T must be a multiple of tp (TokenBatch.padded_to); padding takes part in nothing that counts. With `replay`
+        the routers take its choices where it has some.
         """
+        if replay is not None:
+            replay.check(self.arch)
         return self.decoder(
             hidden_states=self.embed(batch.input_ids_T),
             attention_mask=None,
             rotary_pos_emb=self.rope(batch.layout.position_ids_T),
-            packed_seq_params=batch.layout,
+            packed_seq_params=Pack(batch.layout, replay),
             padding_mask=sequence_shard(batch.layout.padding_T, self.context)[None],
         )
 

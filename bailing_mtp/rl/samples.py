@@ -1,4 +1,7 @@
-"""From rollout samples and advantages to the microbatches of every data-parallel rank."""
+"""From rollout samples and advantages to the microbatches of every data-parallel rank.
+
+Shapes: T tokens of a pack, L expert layers of the trunk, k experts per token.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,8 @@ def balanced(lengths: Sequence[int], n_bins: int, capacity: int) -> list[list[in
 def make_policy_batch(rows: Sequence[PolicyRow]) -> PolicyBatch:
     """One pack, a document per row; without rows a short pack of padding.
 
-    Raises ValueError for a sample drawn greedily, which has no density to take a ratio to.
+    Raises ValueError for a sample drawn greedily, which has no density to take a ratio to, and where some samples
+    lack routes that others have.
     """
     if not rows:
         zeros = torch.zeros(_EMPTY_TOKENS)
@@ -133,7 +137,24 @@ def make_policy_batch(rows: Sequence[PolicyRow]) -> PolicyBatch:
         document_ids=tuple(row.name for row in rows),
         advantage_T=torch.tensor(advantage, dtype=torch.float32),
         rollout_logprob_T=torch.tensor(logprob, dtype=torch.float32),
+        routes_TLk=_routes(rows),
     )
+
+
+def _routes(rows: Sequence[PolicyRow]) -> torch.Tensor | None:
+    """int16 [T, L, k], -1 on the last token of a row whose rollout never fed it; None if nothing was recorded."""
+    if all(row.sample.routes is None for row in rows):
+        return None
+    parts = []
+    for row in rows:
+        recorded, n_tokens = row.sample.routes, row.n_tokens
+        if recorded is None or not n_tokens - 1 <= len(recorded) <= n_tokens:
+            n_recorded = 0 if recorded is None else len(recorded)
+            raise ValueError(f"{row.name}: has routes of {n_recorded} of its {n_tokens} tokens")
+        part_TLk = torch.full((n_tokens, *recorded.shape[1:]), -1, dtype=torch.int16)
+        part_TLk[: len(recorded)] = torch.from_numpy(recorded)
+        parts.append(part_TLk)
+    return torch.cat(parts)
 
 
 def tempered_logprobs(sample: Sample) -> list[float]:

@@ -20,6 +20,7 @@ from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
 from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.routes import RouteRecord
 from bailing_mtp.weights.view import DenseWeights, LayerWeights, MoeWeights
 
 Mix = Callable[[Tensor], Tensor]
@@ -76,13 +77,13 @@ class Compute:
     experts: ExpertLayout
     run_experts: Callable[..., Tensor]
 
-    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix) -> Tensor:
-        """One pre-norm residual layer: mixer, then MLP."""
+    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix, record: RouteRecord | None = None) -> Tensor:
+        """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
         eps = self.arch.rms_norm_eps
         mixed_RH = self.sum_over_tp(mix(self.kernels.rms_norm(x_RH, weights.input_norm_H, eps)))
         x_RH, normed_RH = self.kernels.add_rms_norm(x_RH, mixed_RH, weights.post_norm_H, eps)
         if isinstance(weights.mlp, MoeWeights):
-            return self._moe(weights.mlp, normed_RH, x_RH)
+            return self._moe(weights.mlp, normed_RH, x_RH, record)
         return x_RH + self.sum_over_tp(self._dense(weights.mlp, normed_RH))
 
     def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
@@ -106,7 +107,9 @@ class Compute:
         gate_RF, up_RF = linear(x_RH, weights.gate_up_2FH).chunk(2, dim=-1)
         return linear(self.kernels.swiglu(gate_RF, up_RF, weights.limit), weights.down_HF)
 
-    def _moe(self, weights: MoeWeights, x_RH: Tensor, residual_RH: Tensor) -> Tensor:
+    def _moe(
+        self, weights: MoeWeights, x_RH: Tensor, residual_RH: Tensor, record: RouteRecord | None
+    ) -> Tensor:
         """Residual and experts' outputs, summed over the ranks."""
         arch, layout, shared = self.arch, self.experts, weights.shared
         rows_GH = self._gather(x_RH)
@@ -119,6 +122,8 @@ class Compute:
             arch.experts_per_token,
             arch.routed_scaling_factor,
         )
+        if record is not None:
+            record.add(ids_Gk.unflatten(0, (layout.replicas, -1))[layout.replica])
         # One rank's sum is whole; the rows of other replicas have a shared expert and a residual elsewhere.
         alone, joined = self.context.tp == self.context.ep == 1, shared is not None and layout.replicas == 1
         y_GH = self.run_experts(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bailing_mtp.rollout.results import RowResult, unpack
+from bailing_mtp.rollout.routes import RouteFormat
 from bailing_mtp.rollout.sequences import Row
 from bailing_mtp.rollout.transfer import Pending
 
@@ -34,7 +35,9 @@ class _Flight(NamedTuple):
 class Flights:
     """Launches in their order; counts what they may add into their rows' `unread_tokens`."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: RouteFormat | None = None) -> None:
+        """routes: how decode steps record them."""
+        self._routes = routes
         self._flights: deque[_Flight] = deque()
 
     def __len__(self) -> int:
@@ -56,5 +59,6 @@ class Flights:
             flight = self._flights.popleft()
             for row in flight.rows:
                 row.unread_tokens -= flight.step_tokens
-            columns = 1 if flight.drafts is None else flight.drafts + 1
-            yield Landed(flight.rows, flight.drafts, unpack(flight.pending.wait(), columns, len(flight.rows)))
+            columns, routes = (1, None) if flight.drafts is None else (flight.drafts + 1, self._routes)
+            results = unpack(flight.pending.wait(), columns, len(flight.rows), routes)
+            yield Landed(flight.rows, flight.drafts, results)

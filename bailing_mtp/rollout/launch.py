@@ -1,7 +1,7 @@
 """Decode steps as launches of fixed shape: what changes from step to step stands in tensors that stay where they are.
 
-A step reads its rows' slots and the rollout step from here, runs draft, verify, accept, refresh, stop and cap
-logic, commits, and leaves its output here, packed. Eager or as a replayed graph it is one function.
+A step reads its rows' slots from here, runs draft, verify, accept, refresh, stop and cap logic, commits,
+and leaves its output here, packed. Eager or as a replayed graph it is one function.
 
 Shapes: n rows of a step, W words of a packed row.
 """
@@ -19,6 +19,7 @@ from bailing_mtp.rollout.graphs import StepGraphs, StepShape
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.results import pack, packed_words
+from bailing_mtp.rollout.routes import RouteFormat
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.step import decode_step
 from bailing_mtp.rollout.transfer import Pending, to_device
@@ -27,24 +28,21 @@ from bailing_mtp.rollout.transfer import Pending, to_device
 class DecodeSteps:
     """Lives as long as the memory whose addresses its graphs hold. `bind` before each rollout."""
 
-    def __init__(self, memory: RolloutMemory, max_rows: int, graphs: StepGraphs | None) -> None:
-        """max_rows: the largest number of padded rows. graphs: None = eager."""
-        self.memory, self.graphs = memory, graphs
+    def __init__(
+        self, memory: RolloutMemory, max_rows: int, graphs: StepGraphs | None, routes: RouteFormat | None = None
+    ) -> None:
+        """max_rows: the largest number of padded rows. graphs: None = eager. routes: how the programs to be bound
+        record them, None = not at all."""
+        self.memory, self.graphs, self._routes = memory, graphs, routes
         self._slots = torch.full((max_rows,), memory.scratch_slot, device=memory.device)
-        self._rollout_step = torch.zeros((), dtype=torch.int64, device=memory.device)
-        words = max_rows * packed_words(memory.plan.records)
+        words = max_rows * packed_words(memory.plan.records, routes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self._named: list[int] = []
 
-    @property
-    def rollout_step(self) -> torch.Tensor:
-        """int64 scalar, part of the noise key."""
-        return self._rollout_step
-
-    def bind(self, program: Program, drafter: Drafter, group: Group, rollout_step: int) -> None:
-        """The weights and the noise of the next rollout."""
+    def bind(self, program: Program, drafter: Drafter, group: Group) -> None:
+        """The weights of the next rollout."""
+        assert program.route_format == self._routes, f"{program.route_format}, room for {self._routes}"
         self._program, self._drafter, self._group = program, drafter, group
-        self._rollout_step.fill_(rollout_step)
 
     def launch(self, slots: Sequence[int], shape: StepShape) -> Pending:
         """Queue one step of the rows in `slots`; the rest of the shape's rows are padding."""
@@ -58,7 +56,7 @@ class DecodeSteps:
                 self.graphs.capture(shape, partial(self._run, shape))
             self._name(slots, shape.rows)
             self.graphs.replay(shape)
-        return Pending(self._packed[: shape.rows * packed_words(shape.drafts + 1)])
+        return Pending(self._packed[: shape.rows * packed_words(shape.drafts + 1, self._routes)])
 
     def _name(self, slots: Sequence[int], rows: int) -> None:
         named = [*slots, *[self.memory.scratch_slot] * (rows - len(slots))]
@@ -69,6 +67,6 @@ class DecodeSteps:
     @torch.no_grad()
     def _run(self, shape: StepShape) -> None:
         n, k, rules = shape
-        rows = StepRows.read(self.memory, self._slots[:n], self._rollout_step, rules, self._group)
+        rows = StepRows.read(self.memory, self._slots[:n], rules, self._group)
         packed_nW = pack(decode_step(self._program, self.memory, self._drafter, rows, k))
         self._packed[: packed_nW.numel()].copy_(packed_nW.flatten())

@@ -40,6 +40,7 @@ from bailing_mtp.rollout.kda import DeltaAttention
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.mla import LatentAttention, Placement, Prefixes
 from bailing_mtp.rollout.prefill import PrefillPlan
+from bailing_mtp.rollout.routes import RouteFormat, RouteRecord
 from bailing_mtp.weights.view import KdaWeights, LayerWeights, MtpWeights, WeightsView
 
 LayerMix = Callable[[LayerWeights, int, Tensor], Tensor]
@@ -51,6 +52,7 @@ class Program:
 
     kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: what prefills call
     instead, with the names of kernels.reference.prefill. Nothing of `memory` is kept but itself.
+    records_routes: whether `new_record` gives a record of the trunk's chosen experts to hand to a pass.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Program:
         context: ParallelContext,
         kernels: ModuleType = decode,
         prefill_kernels: ModuleType = prefill_twins,
+        records_routes: bool = False,
     ) -> None:
         self.view, self.memory, self.context, self.kernels = view, memory, context, kernels
         self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts)
@@ -67,10 +70,16 @@ class Program:
         self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
         self.latent = LatentAttention(view.arch, kernels, prefill_kernels)
         self._indexed = _with_cache_index(view.layers)
-        position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
-        self.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
+        self.route_format = RouteFormat.of(view.arch) if records_routes else None
+        if memory.rope_P is None:
+            position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
+            memory.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
 
-    def prefill(self, plan: PrefillPlan, token_ids_T: Tensor) -> Tensor:
+    def new_record(self) -> RouteRecord | None:
+        """An empty record for one pass of the trunk, None where routes are not recorded."""
+        return None if self.route_format is None else RouteRecord(self.route_format.dtype)
+
+    def prefill(self, plan: PrefillPlan, token_ids_T: Tensor, record: RouteRecord | None = None) -> Tensor:
         """Bring the plan's tokens into the caches: trunk hidden states after the final norm, [T, H]."""
         at, prefixes = self._prefill_placement(plan, plan.position_T), self._prefixes(plan)
         memory = self.memory
@@ -80,7 +89,7 @@ class Program:
                 return self.delta.prefill(layer.mixer, x_TH, memory.kda, index, plan)
             return self.latent.prefill(layer.mixer, x_TH, at, memory.latents_LBbx[index], prefixes)
 
-        hidden_TH = self._trunk(token_ids_T, mix, self.prefill_compute)
+        hidden_TH = self._trunk(token_ids_T, mix, self.prefill_compute, record)
         slots = memory.slots
         slots.position[plan.slots_s] = plan.ends_s.to(torch.int32)
         slots.count.index_fill_(0, plan.slots_s, 0)
@@ -107,12 +116,12 @@ class Program:
         logits_Xv = self.compute.logits(hidden_XH.flatten(0, -2), self.view.head_vH)
         return logits_Xv.unflatten(0, hidden_XH.shape[:-1])
 
-    def verify(self, fed_nS: Tensor, slots_n: Tensor) -> Tensor:
+    def verify(self, fed_nS: Tensor, slots_n: Tensor, record: RouteRecord | None = None) -> Tensor:
         """Trunk over S tokens per row at positions P .. P+S-1: hidden states after the final norm, [n, S, H]."""
         n_tokens = fed_nS.shape[1]
         assert n_tokens <= self.memory.plan.records, f"{n_tokens} tokens, records for {self.memory.plan.records}"
         rows = _StepRows(self, slots_n, 0, n_tokens)
-        return self._trunk(fed_nS.flatten(), rows.mix, self.compute).unflatten(0, fed_nS.shape)
+        return self._trunk(fed_nS.flatten(), rows.mix, self.compute, record).unflatten(0, fed_nS.shape)
 
     def mtp_refresh(self, tokens_nS: Tensor, hidden_nSH: Tensor, slots_n: Tensor) -> Tensor:
         """MTP layer over positions P .. P+S-1, [n, S, H]: the trunk's hidden state there, and the token after.
@@ -134,11 +143,11 @@ class Program:
         """MTP layer at position P-1, [m, H], from the trunk's hidden state there and the first token after."""
         return self.mtp_step(tokens_m, hidden_mH, 0, slots_m)
 
-    def _trunk(self, token_ids_R: Tensor, mix: LayerMix, compute: Compute) -> Tensor:
+    def _trunk(self, token_ids_R: Tensor, mix: LayerMix, compute: Compute, record: RouteRecord | None) -> Tensor:
         self.view.require_current()
         x_RH = compute.embed(token_ids_R, self.view.embedding_vH)
         for layer, index in self._indexed:
-            x_RH = compute.layer(layer, x_RH, partial(mix, layer, index))
+            x_RH = compute.layer(layer, x_RH, partial(mix, layer, index), record)
         return compute.norm(x_RH, self.view.final_norm_H)
 
     def _mtp_rows(self, tokens_R: Tensor, hidden_RH: Tensor, rows: _StepRows) -> Tensor:
@@ -192,7 +201,7 @@ class _StepRows:
         return self.program.latent.step(
             layer.mixer,
             x_RH,
-            self.program.rope_P,
+            memory.rope_P,
             memory.latents_LBbx[index],
             self.block_table_nM,
             self.position_n,

@@ -1,15 +1,18 @@
 """A step's output as one tensor for one transfer, and as what each row gained.
 
-Shapes: n rows, S tokens of a row, W = 4 * S + 4 words of a row.
+Shapes: n rows, S tokens of a row, W words of a row: 4 * S + 4, and those of routes where they are recorded;
+L expert layers, k experts per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bailing_mtp.rollout.routes import RouteFormat, pack_routes
 from bailing_mtp.rollout.step import StepOutput
 
 
@@ -24,30 +27,41 @@ class RowResult:
     raw: list[float]
     processed: list[float]
     kept_logmass: list[float]
+    routes: np.ndarray | None = None
+    """[n_accepted + 1, L, k], of the tokens that the step committed; None where nothing is recorded."""
 
 
-def packed_words(S: int) -> int:
+def packed_words(S: int, routes: RouteFormat | None = None) -> int:
     """Words of one row (W)."""
-    return 4 * S + 4
+    return 4 * S + 4 + (0 if routes is None else routes.words(S))
 
 
 def pack(output: StepOutput) -> Tensor:
-    """int32 [n, W]: tokens, kept, accepted, state, error; then the bits of the three log-probabilities."""
+    """int32 [n, W]: tokens, kept, accepted, state, error; then the bits of the three log-probabilities, and of the
+    routes."""
     numbers = [output.kept_n, output.n_accepted_n, output.state_n, output.error_n.long()]
     whole = torch.cat([output.tokens_nS, torch.stack(numbers, 1)], dim=1).to(torch.int32)
-    return torch.cat([whole, torch.cat(list(output.log_probs), dim=1).view(torch.int32)], dim=1)
+    parts = [whole, torch.cat(list(output.log_probs), dim=1).view(torch.int32)]
+    if output.routes_nSLe is not None:
+        parts.append(pack_routes(output.routes_nSLe))
+    return torch.cat(parts, dim=1)
 
 
-def unpack(packed: Tensor, S: int, n_rows: int) -> list[RowResult]:
+def unpack(packed: Tensor, S: int, n_rows: int, routes: RouteFormat | None = None) -> list[RowResult]:
     """The first `n_rows` rows of a packed output on the host, whatever its shape."""
-    packed_nW = packed.view(-1, packed_words(S))[:n_rows]
-    log_probs = packed_nW[:, S + 4 :].contiguous().view(torch.float32).view(-1, 3, S)
+    packed_nW = packed.view(-1, packed_words(S, routes))[:n_rows]
+    log_probs = packed_nW[:, S + 4 : 4 * S + 4].contiguous().view(torch.float32).view(-1, 3, S)
+    fed = None if routes is None else routes.unpack(packed_nW[:, 4 * S + 4 :], S)
     results = []
-    for numbers, (raw, processed, mass) in zip(packed_nW[:, : S + 4].tolist(), log_probs.tolist(), strict=True):
+    for row, (numbers, (raw, processed, mass)) in enumerate(
+        zip(packed_nW[:, : S + 4].tolist(), log_probs.tolist(), strict=True)
+    ):
         kept, n_accepted, state, error = numbers[S:]
+        # A copy, so that no row keeps the rejected tokens of all rows alive.
+        committed = None if fed is None else fed[row, : n_accepted + 1].copy()
         results.append(
             RowResult(
-                numbers[:kept], n_accepted, state, bool(error), raw[:kept], processed[:kept], mass[:kept]
+                numbers[:kept], n_accepted, state, bool(error), raw[:kept], processed[:kept], mass[:kept], committed
             )
         )
     return results

@@ -22,6 +22,7 @@ from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, Segment
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.results import pack
+from bailing_mtp.rollout.routes import RouteLog
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Row
 from bailing_mtp.rollout.step import first_step
@@ -38,6 +39,8 @@ class Runner:
     group: ProcessGroup
     fixed_reach: bool = False
     """Every step reaches over whole block tables, as graphs do, instead of the blocks that its rows may hold."""
+    routes: RouteLog = field(default_factory=RouteLog)
+    """Of the tokens in the caches; stays empty where nothing is recorded."""
     _hidden: dict[Row | Group, Tensor] = field(default_factory=dict)
 
     def apply(self, events: Sequence[Event]) -> None:
@@ -67,10 +70,12 @@ class Runner:
         self._assign([(fork.slot, index, block) for index, block in enumerate(fork.blocks)])
         if fork.copied is not None:
             self.memory.copy_block(*fork.copied)
+        self.routes.forked(fork.row, fork.group)
 
     def forget(self) -> None:
-        """Drop hidden states of sequences that hold no slot any more."""
+        """Drop hidden states and routes of sequences that hold no slot any more."""
         self._hidden = {owner: h for owner, h in self._hidden.items() if owner.slot is not None}
+        self.routes.forget()
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[Chunk], padded_tokens: int) -> None:
@@ -91,7 +96,10 @@ class Runner:
         plan = PrefillPlan.build(segments, device)
         rows = {"ids": ids, "next_ids": next_ids, "known": [int(is_known) for is_known in known]}
         there = all_to_device({name: torch.tensor(row + [0] * padding) for name, row in rows.items()}, device)
-        hidden_TH = self.program.prefill(plan, there["ids"])
+        record = self.program.new_record()
+        hidden_TH = self.program.prefill(plan, there["ids"], record)
+        if record is not None and chunks:
+            self.routes.prefilled(chunks, record.routes())
         if self.memory.plan.speculative_tokens:
             self.program.mtp_prefill(plan, there["next_ids"], hidden_TH, there["known"].bool())
         end = 0
@@ -119,7 +127,7 @@ class Runner:
         known_m = to_device(known + [-1] * idle, device)
         slots = [row.slot for row, _ in starters] + [self.memory.scratch_slot] * idle
         self._reach([row for row, _ in starters], ahead=1)
-        rows = StepRows.read(self.memory, to_device(slots, device), self.steps.rollout_step, rules, self.group)
+        rows = StepRows.read(self.memory, to_device(slots, device), rules, self.group)
         return Pending(pack(first_step(self.program, self.memory, rows, hidden_mH, known_m)))
 
     def decode(self, running: Sequence[Row], padded: int, rules: StepRules, drafts: int) -> Pending | None:

@@ -3,7 +3,8 @@
 The refresh comes before the commit, because both passes stand at positions P .. P + k of the old P. Shapes follow
 from (rows, k) alone and nothing is read back to the host.
 
-Shapes: n rows, k drafts, S = k + 1 fed tokens, m rows of a first step, H hidden size, v this rank's vocabulary.
+Shapes: n rows, k drafts, S = k + 1 fed tokens, m rows of a first step, H hidden size, v this rank's vocabulary,
+L expert layers of the trunk, e experts per token.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class StepOutput(NamedTuple):
     error_n: Tensor
     """bool: the logits after the last kept token were not finite."""
     log_probs: TokenLogProbs
+    routes_nSLe: Tensor | None = None
+    """Experts of the fed tokens, the pending one first; column j was committed if j <= n_accepted. None: not
+    recorded."""
 
 
 def decode_step(program: Program, memory: RolloutMemory, drafter: Drafter, rows: StepRows, k: int) -> StepOutput:
@@ -48,7 +52,8 @@ def decode_step(program: Program, memory: RolloutMemory, drafter: Drafter, rows:
     pending_n1 = state.pending[slots_n].unsqueeze(-1)
     drafts = drafter.draft(program, memory, rows, k) if k else None
     fed_nS = pending_n1 if drafts is None else torch.cat([pending_n1, drafts.tokens_nk], dim=-1)
-    hidden_nSH = program.verify(fed_nS, slots_n)
+    record = program.new_record()
+    hidden_nSH = program.verify(fed_nS, slots_n, record)
     logits_rv = program.logits(hidden_nSH).flatten(0, 1)
     if drafts is None:
         drafts = no_drafts(len(slots_n), logits_rv.shape[-1], logits_rv.device)
@@ -62,7 +67,7 @@ def decode_step(program: Program, memory: RolloutMemory, drafter: Drafter, rows:
     _remember(memory, rows, output, accepted.tokens_nS[:, -1])
     # A row that has ended commits nothing, so that it stays inside its context while steps already under way name it.
     memory.commit(slots_n, (accepted.n_accepted_n + 1).masked_fill(state.finished[slots_n], 0))
-    return output
+    return output if record is None else output._replace(routes_nSLe=record.routes().unflatten(0, fed_nS.shape))
 
 
 def first_step(

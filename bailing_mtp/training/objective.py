@@ -16,7 +16,9 @@ from torch import Tensor
 from bailing_mtp.config import MtpConfig
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.losses.chunked import chunk_tokens_for
+from bailing_mtp.losses.fused_head import fused_chunk_tokens
 from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, head_outputs, reach
+from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.model.trunk import sequence_shard
 from bailing_mtp.training.state import TrainState
 
@@ -109,18 +111,26 @@ class PretrainObjective:
         return None if total is None else LossTerms(total, sums)
 
     def heads(
-        self, state: TrainState, batch: TokenBatch, policy_temperature: float = 1.0, with_entropy: bool = False
+        self,
+        state: TrainState,
+        batch: TokenBatch,
+        policy_temperature: float = 1.0,
+        with_entropy: bool = False,
+        replay: RouteReplay | None = None,
     ) -> HeadOutputs:
         """Forward of trunk, MTP layer and heads over one microbatch; acceptance, too, is at `policy_temperature`."""
-        hidden = state.trunk(batch)
+        hidden = state.trunk(batch, replay)
         weight_vH = state.trunk_module.head_weight
+        kernels = state.trunk_module.head_kernels
+        tokens_for = chunk_tokens_for if kernels is None else fused_chunk_tokens
         options = HeadOptions(
-            chunk_tokens=self.chunk_tokens or chunk_tokens_for(weight_vH.shape[0]),
+            chunk_tokens=self.chunk_tokens or tokens_for(weight_vH.shape[0]),
             objective=self.mtp.objective,
             detach_mtp=self.mtp.detach,
             temperature=policy_temperature,
             policy_temperature=policy_temperature,
             with_entropy=with_entropy,
+            kernels=kernels,
         )
         mtp_TH = tuple(whole_sequence(x, state) for x in self._mtp_hidden(state, hidden, batch))
         trunk_TH = whole_sequence(hidden, state)

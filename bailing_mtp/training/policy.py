@@ -13,11 +13,13 @@ from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.losses.documents import document_sums
 from bailing_mtp.losses.grpo import Clip, PolicyTerms, kl_k3, sequence_terms, token_terms, truncated_weights
+from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.training.objective import LossTerms, PretrainObjective
 from bailing_mtp.training.state import TrainState
 
 TOKENS = "sites_depth0"
 SAMPLES = "samples"
+ROUTES = "routes"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class PolicyObjective:
     """Batches must be PolicyBatch. `temperature` is the sampling temperature of the rollouts.
 
     grpo: sum over response tokens / all response tokens of the step. gspo: sum over samples / all samples. The KL
-    term, per token, is divided by tokens in both. With rl.truncate_importance batches bring `old_logprob_T`.
+    term, per token, is divided by tokens in both. With rl.truncate_importance batches bring `old_logprob_T`, with
+    rl.routing_replay `routes_TLk`.
     """
 
     rl: RlConfig
@@ -40,7 +43,12 @@ class PolicyObjective:
     def count(self, batch: TokenBatch) -> dict[str, int]:
         valid_T = batch.shift(0).valid_T
         n_samples = int((document_sums(valid_T.float(), valid_T, batch.layout) > 0).sum())
-        return {SAMPLES: n_samples, **self._tokens.count(batch)}
+        counts = {SAMPLES: n_samples, **self._tokens.count(batch)}
+        if self.rl.routing_replay:
+            assert isinstance(batch, PolicyBatch), "routing replay needs rollout samples"
+            assert batch.routes_TLk is not None or not n_samples, "rl.routing_replay needs recorded routes"
+            counts[ROUTES] = 0 if batch.routes_TLk is None else int((batch.routes_TLk >= 0).sum())
+        return counts
 
     def denominators(self) -> dict[str, str]:
         per = TOKENS if self.rl.loss == "grpo" else SAMPLES
@@ -48,11 +56,14 @@ class PolicyObjective:
         names["rollout/logprob_gap"] = TOKENS
         if self.rl.kl_coef > 0:
             names["policy/kl"] = TOKENS
+        if self.rl.routing_replay:
+            names["rollout/route_agreement"] = ROUTES
         return names | self._tokens.mtp_denominators()
 
     def __call__(self, state: TrainState, batch: TokenBatch, counts: Mapping[str, float]) -> LossTerms:
         assert isinstance(batch, PolicyBatch), "policy losses need rollout log-probabilities"
-        heads = self._tokens.heads(state, batch, self.temperature, with_entropy=True)
+        replay = RouteReplay.of(batch.routes_TLk, state.context) if self.rl.routing_replay else None
+        heads = self._tokens.heads(state, batch, self.temperature, with_entropy=True, replay=replay)
         log_prob_T, valid_T = heads.log_prob_T, batch.shift(0).valid_T
         rollout_T = batch.at_sites(batch.rollout_logprob_T)
         terms, kept = self._policy_terms(batch, log_prob_T, rollout_T, valid_T)
@@ -62,6 +73,10 @@ class PolicyObjective:
         sums = {f"policy/{name}": value.detach() for name, value in sums.items()}
         sums["policy/entropy"] = _sum(heads.entropy_T, valid_T)
         sums["rollout/logprob_gap"] = _sum((log_prob_T.detach() - rollout_T).abs(), valid_T)
+        if self.rl.routing_replay:
+            # Read before the backward pass, whose recomputed forwards count again.
+            agreed = torch.zeros((), device=log_prob_T.device) if replay is None else replay.n_agreed()
+            sums["rollout/route_agreement"] = agreed
         if self.rl.kl_coef > 0:
             assert batch.reference_logprob_T is not None, "rl.kl_coef needs reference log-probabilities"
             kl = _sum(kl_k3(log_prob_T, batch.at_sites(batch.reference_logprob_T)), valid_T)

@@ -16,6 +16,7 @@ from torch import Tensor
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.losses.chunked import chunk_tokens_for
 from bailing_mtp.losses.heads import HeadOptions, head_outputs
+from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
 
@@ -29,20 +30,24 @@ def with_logprobs(
     """The batches with `field` filled by `trunk`'s log softmax(logits / temperature), 0 outside responses.
 
     Computed as the training objective computes its own. Weights and router counts are left as they are. Collective:
-    every rank brings the same number of batches.
+    every rank brings the same number of batches. Old log-probabilities are taken with the batches' routes, as the
+    objective takes its own; the reference is another model and chooses its experts itself.
     """
     was_training = trunk.training
     trunk.eval()
-    found = [replace(batch, **{field: _token_logprobs(batch, trunk, context, temperature)}) for batch in batches]
+    replays = field == "old_logprob_T"
+    found = [
+        replace(batch, **{field: _token_logprobs(batch, trunk, context, temperature, replays)}) for batch in batches
+    ]
     trunk.train(was_training)
     return found
 
 
 def _token_logprobs(
-    batch: PolicyBatch, trunk: BailingModel, context: ParallelContext, temperature: float
+    batch: PolicyBatch, trunk: BailingModel, context: ParallelContext, temperature: float, replays: bool
 ) -> Tensor:
     padded = batch.padded_to(context.tp).to(context.device)
-    hidden = trunk(padded)
+    hidden = trunk(padded, RouteReplay.of(padded.routes_TLk, context) if replays else None)
     if context.tp > 1:
         hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
     options = HeadOptions(chunk_tokens_for(trunk.head_weight.shape[0]), policy_temperature=temperature)

@@ -16,6 +16,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.training.offload import OptimizerOffload
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TrainState:
     step: int = 0
     frozen_mtp: MtpLayer | None = None
     """An MTP layer that only drafts: no gradient, no DDP, no optimizer."""
+    offload: OptimizerOffload | None = None
+    """Keeps optimizer states in host memory between steps; None: they stay on the device."""
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -78,9 +81,14 @@ def build_state(
         optimizer = get_megatron_optimizer(
             _optimizer_config(built, optim), chunks, use_gloo_process_groups=False, pg_collection=context.groups
         )
+    if context.device.type == "cuda":
+        _fuse_updates(optimizer)
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
-    return TrainState(context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen)
+    offload = OptimizerOffload(optimizer, context.device) if optim.offload == "cpu" else None
+    return TrainState(
+        context, chunks[0], mtp, optimizer, scheduler, optim.clip_grad, frozen_mtp=frozen, offload=offload
+    )
 
 
 def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOptions) -> DistributedDataParallel:
@@ -108,6 +116,14 @@ def _optimizer_config(built: BuiltModel, optim: OptimConfig) -> OptimizerConfig:
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+
+
+def _fuse_updates(optimizer: ChainedOptimizer) -> None:
+    """torch's Adam in one kernel: its default on a GPU holds temporaries as large as the parameters."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
 
 
 def _scheduler(optimizer: ChainedOptimizer, optim: OptimConfig, steps: int) -> OptimizerParamScheduler:

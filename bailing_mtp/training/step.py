@@ -16,13 +16,15 @@ from bailing_mtp.training.objective import Objective
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.update import TRUNK, TrainingDiverged, clip_and_step, finish_gradients, router_bias_kept
 
+OFFLOAD_S = "time/offload_s"
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank."""
+    """What one optimizer step did, the same on every rank but for times and memory."""
 
     metrics: dict[str, float]
-    """Means over the step's sites, the total loss, gradient norms, learning rate."""
+    """Means over the step's sites, the total loss, gradient norms, learning rate, cost of offloading."""
     counts: dict[str, float]
     """Sites by count name, and `tokens` and `padding_tokens`, over all ranks and microbatches."""
 
@@ -48,6 +50,9 @@ def train_step(state: TrainState, microbatches: Sequence[TokenBatch], objective:
     state.clock.trained += 1
     metrics |= {"train/grad_norm": norms[TRUNK], "train/lr": _learning_rate(state)}
     metrics |= {f"{group}/grad_norm": norm for group, norm in norms.items() if group != TRUNK}
+    if state.offload is not None:
+        metrics[OFFLOAD_S] = state.offload.take_seconds()
+        metrics["memory/offloaded_gb"] = state.offload.host_bytes / 2**30
     return StepResult(metrics, gathered.counts)
 
 
@@ -74,8 +79,9 @@ def accumulate_gradients(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    for index, batch in enumerate(microbatches):
-        batch = batch.padded_to(state.context.tp).to(state.context.device)
+    # All before the first forward: a copy from the host waits for the work that is queued when it comes.
+    on_device = [batch.padded_to(state.context.tp).to(state.context.device) for batch in microbatches]
+    for index, batch in enumerate(on_device):
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
             terms = objective(state, batch, counts)
             terms.total.backward()

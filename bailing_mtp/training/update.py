@@ -61,7 +61,8 @@ def clip_and_step(state: TrainState, clip_norm: float | None) -> dict[str, float
     is not finite.
     """
     optimizer = state.optimizer
-    with state.context.megatron_scope():
+    at_hand = contextlib.nullcontext() if state.offload is None else state.offload.on_device()
+    with state.context.megatron_scope(), at_hand:
         optimizer.prepare_grads()
         norms = {TRUNK: float(optimizer.get_grad_norm())}
         norms |= {group: float(norm) for group, norm in optimizer._compute_grad_norms_by_group().items()}

@@ -109,7 +109,6 @@ def pretrain(**sections: dict) -> PretrainConfig:
         ("model", "attention", "flash", "sdpa"),
         ("optim", "fused", "apex", "none"),
         ("optim", "name", "adamw8bit", "adamw"),
-        ("optim", "offload", "cpu", "none"),
     ],
 )
 def test_what_is_not_wired_in_is_refused_by_name(section: str, key: str, value: str, allowed: str):

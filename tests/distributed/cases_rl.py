@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,10 +32,12 @@ from bailing_mtp.training.update import finish_gradients
 from tests.distributed import worlds
 from tests.dpo.pairs import pair_batch
 from tests.rollout.engine_rig import all_samples, make_engine, random_prompts
+from tests.rollout.routes import random_routes
 
 MTP = MtpConfig(loss_scale=0.3, detach=True, objective="soft")
 DPO = DpoObjective(PreferenceConfig(beta=0.2), MTP, chunk_tokens=32)
 GRPO = PolicyObjective(RlConfig(), MTP, 0.8, chunk_tokens=32)
+REPLAY = PolicyObjective(RlConfig(routing_replay=True), MTP, 0.8, chunk_tokens=32)
 POLICY = PolicyObjective(RlConfig(loss="gspo", clip_low=0.5, clip_high=0.5), MTP, 0.8, chunk_tokens=32)
 
 
@@ -80,6 +84,26 @@ def grpo(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
         trunk = worlds.fixture_model("moe", context).trunk
         for batch in with_logprobs(mine, "old_logprob_T", trunk, context, 0.8):
             torch.testing.assert_close(batch.old_logprob_T, batch.rollout_logprob_T, atol=1e-4, rtol=0)
+
+
+def replay(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Split rollouts record what one process records; split steps replay choices that no router would make."""
+    sampling, settings = SamplingParams(temperature=0.8, max_new_tokens=9, seed=5), {"k": 2, "records_routes": True}
+    prompts = random_prompts(3, 512, sampling, seed=3, samples=2, longest=22)
+    with worlds.layout(1, 1) as alone:
+        groups = make_engine(worlds.fixture_model("moe", alone), alone, **settings).generate(prompts)
+    with worlds.layout(tp, ep) as context:
+        split = make_engine(worlds.fixture_model("moe", context), context, **settings).generate(prompts)
+    for ours, theirs in zip(all_samples(split), all_samples(groups), strict=True):
+        assert ours.response_ids == theirs.response_ids
+        np.testing.assert_array_equal(np.sort(ours.routes), np.sort(theirs.routes))
+    strange = [replace(s, routes=random_routes(s.routes.shape, 16).numpy()) for s in all_samples(groups)]
+    rows = [PolicyRow(sample, 1.0 - 1.5 * sample.sample_index) for sample in strange]
+    per_rank = pack_rows(rows, 60, dist.get_world_size() // tp)
+    expected = _on_one_process(REPLAY, [batch for batches in per_rank for batch in batches])
+    assert 0.1 < expected.means["rollout/route_agreement"] < 0.6
+    with worlds.layout(tp, ep) as context:
+        _compare(REPLAY, expected, per_rank[context.dp_rank], context)
 
 
 def _plain_references(batches: list[PairBatch]) -> Tensor:

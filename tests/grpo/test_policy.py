@@ -38,9 +38,9 @@ def context() -> Iterator[ParallelContext]:
         yield found
 
 
-def engine_of(state: TrainState, **config: object) -> RolloutEngine:
+def engine_of(state: TrainState, drafts: int = DRAFTS, **config: object) -> RolloutEngine:
     built = BuiltModel(state.trunk_module, state.mtp_module)
-    engine = make_engine(built, state.context, DRAFTS, clock=state.clock, **config)
+    engine = make_engine(built, state.context, drafts, clock=state.clock, **config)
     for module in built.modules:
         module.train()
     return engine
@@ -146,25 +146,32 @@ def test_the_trunk_is_bit_equal_with_the_mtp_loss_off_frozen_and_detached(contex
     assert torch.equal(built.mtp.eh_proj.weight, start) and not torch.equal(on["mtp.eh_proj.weight"], start)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_rollout_memory_over_several_switches(context: ParallelContext, keep: bool):
-    """Given back after every rollout, or the same all along; in both cases nobody else holds a tensor of it."""
-    state = models.fixture_state(context)
-    engine = engine_of(state, keep_memory=keep, context_tokens=32)
+@pytest.mark.parametrize(("keep", "offload"), [(False, "none"), (False, "cpu"), (True, "none")])
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_memory_over_ten_switches(context: ParallelContext, drafts: int, keep: bool, offload: str):
+    """Given back after every rollout, or the same all along; in both cases nobody else holds a tensor of it. The
+    weights stay where they are, and offloaded optimizer states are out of the way while a rollout runs."""
+    optim = worlds.OPTIM.model_copy(update={"offload": offload})
+    state = build_state(worlds.fixture_model("moe", context), context, optim, 10, models.PLAIN_DDP)
+    engine = engine_of(state, drafts, keep_memory=keep, context_tokens=32)
+    all_states = 8 * sum(p.numel() for chunk in state.chunks for p in chunk.parameters())
+    addresses = [p.data_ptr() for chunk in state.chunks for p in chunk.parameters()]
     held: list[weakref.ref[torch.Tensor]] = []
     seen: list[int] = []
 
     def watch(stats: RolloutStats) -> None:
         seen.append(engine.memory_bytes)
+        assert state.offload is None or state.step == 0 or state.offload.host_bytes == all_states
         held.extend(weakref.ref(tensor) for tensor in engine._memory.tensors())
 
-    for step in range(3):
+    for step in range(10):
         params = SamplingParams(max_new_tokens=4, seed=step)
         groups = engine.generate(random_prompts(2, VOCAB, params, seed=step, samples=2), step, watch)
         assert (engine.memory_bytes > 0) == keep and live_bytes(held) == engine.memory_bytes
         rows = [PolicyRow(sample, 1.0 - sample.sample_index) for sample in all_samples(groups)]
         train_step(state, [make_policy_batch(rows)], PolicyObjective(RlConfig(), SOFT))
     assert len(set(seen)) == 1 and seen[0] > 0
+    assert addresses == [p.data_ptr() for chunk in state.chunks for p in chunk.parameters()]
     engine.release()
     assert engine.memory_bytes == live_bytes(held) == 0
 

@@ -11,6 +11,7 @@ from bailing_mtp.contracts.samples import SamplingParams
 from bailing_mtp.data.chat import PlainFormat
 from bailing_mtp.data.prompts import PromptLoader
 from bailing_mtp.data.records import open_records
+from bailing_mtp.data.sources import BadLines
 from bailing_mtp.data.tokenizer import Tokenizer, train_tokenizer
 from bailing_mtp.errors import UserError
 
@@ -72,6 +73,21 @@ def test_what_is_no_prompt_or_too_long(tmp_path: Path, tokenizer: Tokenizer):
     assert found.longest_tokens == len(tokenizer.encode("0 + 1 ="))
     with pytest.raises(UserError, match="no prompt of at most 3 tokens .2 are longer."):
         loader(tmp_path, tokenizer, LINES[:2], most_tokens=3)
+
+
+def test_held_out_prompts_are_not_among_the_trained_ones(tmp_path: Path, tokenizer: Tokenizer):
+    trained = loader(tmp_path, tokenizer, LINES[:4])
+    held_out = loader(tmp_path, tokenizer, LINES[2:], apart_from=trained)
+    assert texts(held_out.all(), tokenizer) == ["4 + 1 =", "5 + 1 =", "User: hi\nAssistant:"] and held_out.n_shared == 2
+    assert held_out.all() == held_out.all() and [prompt.index for prompt in held_out.all()] == [0, 1, 2]
+    with pytest.raises(UserError, match="at most 50 tokens .0 are longer, 2 of the others are trained"):
+        loader(tmp_path, tokenizer, LINES[2:4], apart_from=trained)
+
+
+def test_generated_problems_have_a_held_out_split(tokenizer: Tokenizer):
+    train, valid = (open_records("reasoning_gym:gcd?documents=50", split=split) for split in ("train", "valid"))
+    questions = [{record["prompt"] for record, _ in source.records(BadLines())} for source in (train, valid)]
+    assert all(len(found) == 50 for found in questions) and not questions[0] & questions[1]
 
 
 def test_generated_problems_keep_their_entries(tokenizer: Tokenizer):

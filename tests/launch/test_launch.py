@@ -1,6 +1,7 @@
 """The shell scripts, with stand-ins for the programs they start."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -71,6 +72,58 @@ def test_torchrun_takes_run_dir_and_gpus_as_given(tmp_path: Path, echo_python: s
 def test_torchrun_refuses(tmp_path: Path, echo_python: str, arguments: list, environment: dict, message: str):
     result = script("torchrun.sh", *arguments, cwd=tmp_path, **{"PYTHON": echo_python} | environment)
     assert result.returncode == 1 and result.stdout == "" and result.stderr.startswith(message)
+
+
+def test_the_demo_hands_each_checkpoint_on(tmp_path: Path):
+    """A stand-in for the interpreter leaves what a training verb leaves."""
+    body = """echo "$@" >>calls
+for word in "$@"; do case "$word" in run_dir=*) dir="${word#run_dir=}" ;; esac; done
+mkdir -p "$dir/checkpoints/step_7" && echo step_7 >"$dir/checkpoints/latest" """
+    python = str(program(tmp_path / "python", body))
+    result = script("demo.sh", "new", cwd=tmp_path, PYTHON=python)
+    assert result.returncode == 0, result.stderr
+    *calls, last = (tmp_path / "calls").read_text().splitlines()
+    assert last.startswith(f"{ROOT}/launch/demo_summary.py new ")
+    assert ["-m recipes.pretrain experiment=demo run_dir=new/pretrain" in calls[0], len(calls)] == [True, 4]
+    assert "experiment=demo_grpo checkpoint.load=new/pretrain/checkpoints/step_7 run_dir=new/grpo" in calls[1]
+    for drafts, call in zip((0, 2), calls[2:], strict=True):
+        assert "recipes.generate checkpoint.load=new/grpo/checkpoints/step_7" in call and "--nproc-per-node 2" in call
+        assert f"rollout.speculative_tokens={drafts} " in call
+    again = script("demo.sh", "new", cwd=tmp_path, PYTHON=python)
+    assert again.returncode == 1 and again.stderr == "error: new: is there already; name another directory, or none\n"
+
+
+def test_the_demo_stops_where_a_step_fails(tmp_path: Path):
+    python = str(program(tmp_path / "python", "echo >>calls; exit 3"))
+    assert script("demo.sh", cwd=tmp_path, PYTHON=python).returncode == 3
+    assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_the_summary_says_what_was_measured(tmp_path: Path):
+    names = ("valid/reward_mean", "valid/reward_standard_error", "valid/reward_solved", "valid/accept_length")
+    rows = [(0, 0.25, 0.02, 0.24, 2.5), (10, None, None, None, None), (20, 0.5, 0.03, 0.49, 2.25)]
+    lines = [{"step": step, **dict(zip(names, values, strict=True))} for step, *values in rows]
+    files = {
+        "grpo/metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "grpo/data/held_out.jsonl": "{}\n" * 9,
+    }
+    for k, seconds, steps, length in ((0, 6.0, 40, 1.0), (2, 5.0, 16, 2.2)):
+        values = {"samples": 72, "seconds": seconds, "tokens_per_second": 1e4 / seconds, "steps": steps}
+        files[f"generate_k{k}/samples.jsonl.stats.json"] = json.dumps(values | {"accept_length": length})
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, str(ROOT / "launch" / "demo_summary.py"), str(tmp_path), "367"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    for line in (
+        f"== demo: 6m07s, everything in {tmp_path}", "9 held-out prompts, sampled before grpo after 20 steps",
+        "reward, mean +- standard error 0.250 +- 0.020 0.500 +- 0.030", "solved 0.240 0.490",
+        "accept length, k=2 (plain = 1) 2.500 2.250", "72 rollouts of the trained policy plain k=2",
+        "seconds 6.00 5.00", "decode steps 40 16", "accept length 1.000 2.200",
+        "Time without speculation / with it: 1.20; decode steps: 2.50.",
+    ):  # fmt: skip
+        assert line in shown, line
 
 
 def test_find_python_passes_over_a_shim_that_refuses(tmp_path: Path):

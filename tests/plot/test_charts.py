@@ -64,6 +64,22 @@ def test_acceptance_becomes_tokens_per_step_beside_plain():
     assert set(lines["plain = 1.0"][1]) == {1.0}
 
 
+def test_a_policy_run_shows_reward_and_accept_length_with_those_of_held_out_prompts():
+    rows = [{"step": 0, "valid/reward_mean": 0.25, "valid/accept_length": 2.5}]
+    for step in range(1, 5):
+        lengths = {"rollout/accept_length": 2.0, "predicted/accept_length": 2.1}
+        rows.append({"step": step, "reward/mean": step / 10, **lengths})
+    rows[-1] |= {"valid/reward_mean": 0.5, "valid/accept_length": 2.25, "policy/loss": 0.1}
+    reward, length, loss = draw([Run("a", rows)], CHARTS["rl"]).axes
+    assert lines_of(reward) == {"mean": ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]), "mean, held out": ([0, 4], [0.25, 0.5])}
+    lines = lines_of(length)
+    assert lines["measured"][1] == [2.0] * 4 and lines["measured, held out"] == ([0, 4], [2.5, 2.25])
+    assert lines["predicted from acceptance"][1] == [2.1] * 4 and set(lines["plain = 1.0"][1]) == {1.0}
+    assert list(lines_of(loss)) == ["loss"]
+    # A chart without its first panel is none: a pretraining run predicts an accept length, but has no rewards.
+    assert draw([run()], CHARTS["rl"]) is None
+
+
 def test_noisy_series_get_a_mean_that_ends_where_they_do():
     n_steps = SMOOTH_FROM_POINTS
     wobble = [{"step": n, "train/tokens_per_second": 100.0 + 10 * (-1) ** n} for n in range(1, n_steps + 1)]

@@ -27,6 +27,7 @@ def make_engine(
     tokenizer: object = None,
     drafter: object = None,
     clock: WeightsClock | None = None,
+    records_routes: bool = False,
     **config: object,
 ) -> RolloutEngine:
     """Small blocks and prefills, so that every border is met."""
@@ -41,6 +42,7 @@ def make_engine(
         RolloutConfig(speculative_tokens=k, **settings),
         tokenizer,
         drafter,
+        records_routes=records_routes,
     )
 
 

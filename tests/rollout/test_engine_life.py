@@ -45,8 +45,8 @@ def test_a_broken_row_ends_with_an_error_and_harms_no_other(
     expected = make_engine(small, alone, k).generate(prompts)
     verify = Program.verify
 
-    def breaks(program, fed_nS, slots_n):
-        hidden = verify(program, fed_nS, slots_n)
+    def breaks(program, fed_nS, slots_n, *record):
+        hidden = verify(program, fed_nS, slots_n, *record)
         state = program.memory.slots
         hit = (state.prompt_index[slots_n] == 2) & (state.generated[slots_n] >= 5) & (state.max_new[slots_n] > 0)
         return torch.where(hit[:, None, None], broken, hidden)

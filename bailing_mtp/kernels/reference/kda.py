@@ -175,6 +175,24 @@ def chunk_kda(
     return o_Thv.to(q_Thd.dtype), final_Nhkv if output_final_state else None
 
 
+def gated_chunk_kda(
+    q_Thd: Tensor,
+    k_Thd: Tensor,
+    v_Thv: Tensor,
+    f_Thd: Tensor,
+    beta_Th: Tensor,
+    A_log_h: Tensor,
+    dt_bias_hd: Tensor,
+    lower_bound: float | None,
+    cu_seqlens: Tensor,
+    lengths: tuple[int, ...],
+) -> Tensor:
+    """`chunk_kda` of `kda_gate`'s decays and sigmoid(beta), from the raw projections; [T, h, v]."""
+    log_decay_Thd = kda_gate(f_Thd, A_log_h, dt_bias_hd, lower_bound)
+    beta_Th = beta_Th.to(_wide(beta_Th)).sigmoid()
+    return chunk_kda(q_Thd, k_Thd, v_Thv, log_decay_Thd, beta_Th, cu_seqlens, lengths)[0]
+
+
 class _DecayProducts(NamedTuple):
     """Decays and decayed dot products of each chunk.  `scores[i, j]` weighs token j's update at token i."""
 

@@ -23,7 +23,20 @@ def route(
     Scores are sigmoids of fp32 products. The bias takes part in the choice alone: the best k of the best
     groups, a group being worth the sum of its best two.
     """
-    scores_RE = torch.sigmoid(x_RH.float() @ weight_EH.float().t())
+    logits_RE = x_RH.float() @ weight_EH.float().t()
+    return choose(logits_RE, bias_E, num_groups, groups_per_token, experts_per_token, scaling)
+
+
+def choose(
+    logits_RE: Tensor,
+    bias_E: Tensor,
+    num_groups: int,
+    groups_per_token: int,
+    experts_per_token: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """The second half of `route`, from its fp32 products."""
+    scores_RE = torch.sigmoid(logits_RE)
     selection_RE = scores_RE + bias_E.float()
     if num_groups > 1:
         grouped = selection_RE.unflatten(-1, (num_groups, -1))

@@ -45,7 +45,7 @@ def _short_conv(
     position_t = ids_t - tl.load(cu_seqlens + segment_t)
     sum_tc = tl.zeros([T_TILE, C_TILE], tl.float32)
     for tap in tl.static_range(W):
-        back: tl.constexpr = W - 1 - tap
+        back = W - 1 - tap
         inside_t = position_t >= back
         x_tc = tl.load(
             x + (ids_t - back)[:, None] * x_stride + ids_c[None, :],

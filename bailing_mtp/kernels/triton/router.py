@@ -111,6 +111,8 @@ def _choose(
 def _many_logits(x_RH: Tensor, weight_EH: Tensor) -> Tensor:
     R, (E, H) = x_RH.shape[0], weight_EH.shape
     logits_RE = torch.empty(R, E, dtype=torch.float32, device=x_RH.device)
+    if not R:
+        return logits_RE
     wide = x_RH.dtype == torch.float32 or weight_EH.dtype == torch.float32
     m_tile = 16 if R <= 256 else 32
     _logits[(triton.cdiv(E, 16), triton.cdiv(R, m_tile))](
@@ -141,14 +143,29 @@ def route(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """As kernels.reference.router.route; ties go to the lower expert, and to the lower group."""
-    R, E = x_RH.shape[0], weight_EH.shape[0]
-    assert x_RH.stride(1) == 1 and weight_EH.is_contiguous() and E % num_groups == 0
-    device, group_size = x_RH.device, E // num_groups
+    R = x_RH.shape[0]
+    assert x_RH.stride(1) == 1 and weight_EH.is_contiguous()
+    few = 0 < R <= MOST_ROWS
+    logits_RE = products(x_RH, weight_EH, torch.float32) if few else _many_logits(x_RH, weight_EH)
+    return choose(logits_RE, bias_E, num_groups, groups_per_token, experts_per_token, scaling)
+
+
+def choose(
+    logits_RE: Tensor,
+    bias_E: Tensor,
+    num_groups: int,
+    groups_per_token: int,
+    experts_per_token: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """As kernels.reference.router.choose; ties as in `route`."""
+    (R, E), device = logits_RE.shape, logits_RE.device
+    assert logits_RE.dtype == torch.float32 and logits_RE.is_contiguous() and E % num_groups == 0
+    group_size = E // num_groups
     weights_Rk = torch.empty(R, experts_per_token, dtype=torch.float32, device=device)
     ids_Rk = torch.empty(R, experts_per_token, dtype=torch.int64, device=device)
     if not R:
         return ids_Rk, weights_Rk
-    logits_RE = products(x_RH, weight_EH, torch.float32) if R <= MOST_ROWS else _many_logits(x_RH, weight_EH)
     _choose[(R,)](
         ids_Rk,
         weights_Rk,

@@ -1,0 +1,121 @@
+"""Training arms of the benchmark on the CPU with a made-up clock: every arm runs, every part is seen."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bailing_mtp.config import ConfigError
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.training.flops import training_flops
+from recipes import bench_train, bench_train_parts, bench_train_run
+from tests.benchmark.sizes import config_of, smallest
+from tests.distributed.worlds import layout
+
+
+class Clock:
+    """CUDA events whose times are one millisecond apart, in the order of their recording."""
+
+    now = 0
+
+    def __init__(self, **_: object) -> None:
+        self.at = 0
+
+    def record(self, *_: object) -> None:
+        Clock.now += 1
+        self.at = Clock.now
+
+    def synchronize(self, *_: object) -> None:
+        pass
+
+    wait = synchronize
+
+    def elapsed_time(self, later: "Clock") -> float:
+        return float(later.at - self.at)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch):
+    with layout(tp=1, ep=1) as context:
+        for name, answer in {
+            "Event": Clock,
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: None,
+            "max_memory_allocated": lambda *_: 3 * 2**30,
+            "get_device_name": lambda *_: "H200",
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(bench_train_run, "build_context", lambda *_: context)
+        monkeypatch.setattr(bench_train_run, "leave_ranks", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: dataclasses.make_dataclass(
+            "Properties", [("total_memory", int)])(2**40))  # fmt: skip
+        monkeypatch.setattr(bench_train_run, "kernel_table", lambda run: [{"kernel": "all", "calls": 1, "ms": 1.0}])
+        yield context
+
+
+def _config(*arguments: str):
+    return config_of("what=train", "model=tiny", "tokens=[64,32]", "steps=1", *arguments)
+
+
+def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
+    config = _config("model.experts=grouped")
+    arch = smallest()
+    monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: arch))
+    bench_train_run.run_train(config, {"device": "none"}, tmp_path / "benchmark.json")
+    content = json.loads((tmp_path / "benchmark.json").read_text())
+    wanted = [(x.name, x.recompute, x.tokens) for x in bench_train.arms((64, 32))]
+    assert [(x["mtp"], x["recompute"], x["tokens"]) for x in content["figures"]] == wanted
+    assert {"off", "joint", "detached, half", "joint depth 2"} == {name for name, *_ in wanted} - {"off, half"}
+    assert {recompute for _, recompute, _ in wanted} == {"none", "selective", "full"}
+    figure = content["figures"][0]
+    # One millisecond between the start and the end of a run.
+    assert (figure["step_ms"], figure["peak_gib"]) == (1.0, 3.0)
+    assert figure["tokens_per_second"] == pytest.approx(64 / 1e-3)
+    batch = bench_train.pack(arch, 64, 1.0)
+    expected = training_flops(arch).of([batch]) / 1e-3
+    assert figure["model_tflops_per_s"] == pytest.approx(expected / 1e12)
+    assert figure["mfu"] == pytest.approx(expected / 989e12)
+    assert set(content["parts_ms"]) == {
+        "norms", "kda", "attention", "dense mlp", "experts", "heads", "rest of the passes", "optimizer",
+    }  # fmt: skip
+    assert f"benchmark: {len(wanted)} arms" in capsys.readouterr().out
+
+
+def test_parts_are_seen_forward_and_backward(on_cpu):
+    config, arch = _config(), smallest()
+    arm = next(bench_train.arms((64,)))
+    state = bench_train.make_state(config, arch, on_cpu, arm)
+    objective = bench_train_run.PretrainObjective(arm.mtp)
+    spans = bench_train_parts._Spans()
+    with bench_train_parts._watched(state, spans):
+        bench_train.passes(state, bench_train.pack(arch, 64, 1.0), objective)
+    counts: dict[str, int] = {}
+    for part, *_ in spans._spans:
+        counts[part] = counts.get(part, 0) + 1
+    assert counts == {"norms": 8, "kda": 2, "attention": 2, "dense mlp": 2, "experts": 2}
+
+
+def test_half_of_every_document_is_trained():
+    batch = bench_train.pack(smallest(), 64, 0.5)
+    assert [int(x.sum()) for x in batch.loss_mask_T.split(batch.layout.lengths)] == [12, 16, 4]
+
+
+def test_layers_follow_the_memory(on_cpu):
+    arch = Architecture.from_hf(_config().model.architecture | {"num_hidden_layers": 12}, "test")
+
+    def layers(config, memory_bytes: int) -> int:
+        return bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
+
+    assert layers(_config("reserve_gb=1"), 2**40) == 12
+    assert layers(_config("reserve_gb=1"), 2**30) == 4
+    assert layers(_config("layers=3"), 0) == 3
+
+
+def test_a_gpu_is_needed():
+    from bailing_mtp.config import check_backends
+
+    with pytest.raises(ConfigError, match="what: 'train' needs a CUDA device"):
+        check_backends(config_of("what=train"), has_gpu=False)

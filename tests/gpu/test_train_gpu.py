@@ -1,0 +1,215 @@
+"""The training path on a GPU: kernels against their twins, grouped experts against the loop, bf16 against fp32."""
+
+import dataclasses
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from bailing_mtp.config import MtpConfig, OptimConfig
+from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.kernels import attention
+from bailing_mtp.kernels.reference import attention as attention_twin
+from bailing_mtp.model.build import BuiltModel, build_model
+from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.training.objective import PretrainObjective
+from bailing_mtp.training.state import build_state
+from bailing_mtp.training.step import train_step
+from bailing_mtp.weights.fresh import init_fresh
+from bailing_mtp.weights.names import Shard
+from tests.kernels import train_cases
+from tests.model.test_presets import preset
+from tests.mtp import models
+
+pytestmark = pytest.mark.gpu
+
+BF16 = ModelSettings(torch.bfloat16, torch.bfloat16, kda="fla", expert_bias_rate=1e-3)
+FAST = dataclasses.replace(BF16, experts="grouped", kernels="triton")
+LENGTHS = (700, 1, 300, 23)
+
+
+@pytest.fixture(scope="module")
+def context():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    yield build_context(1, 1, seed=0, device_type="cuda")
+    destroy_context()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_equal_their_twins(context: ParallelContext, dtype: torch.dtype):
+    from bailing_mtp.kernels.triton import head, train
+
+    for limit, weighted in ((None, True), (0.7, True), (None, False)):
+        train_cases.check_swiglu(train, "cuda", dtype, R=3001, F=512, limit=limit, weighted=weighted)
+    train_cases.check_swiglu(train, "cuda", dtype, R=130, F=4608, limit=None, weighted=False)
+    train_cases.check_gated_norm(train, "cuda", dtype, T=1001, h=16, V=128)
+    train_cases.check_sum_choices(train, "cuda", dtype, T=2001, k=8, H=1536)
+    train_cases.check_choose(train, "cuda", R=2001, E=128, k=8, groups=8, kept=4)
+    for scale in (1.0, 1.3):
+        train_cases.check_head(head, "cuda", dtype, t=200, v=157184, scale=scale)
+    train_cases.check_nan_row(head, "cuda")
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 1, 700, 23)], ids=["equal", "varied"])
+@pytest.mark.parametrize("rows", [0, 2], ids=["documents", "chain"])
+def test_attention_equals_the_twin(context: ParallelContext, lengths: tuple[int, ...], rows: int):
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (192, 192, 128) + (192, 128) * rows
+    inputs = [torch.randn(sum(lengths), 16, d, device="cuda", generator=generator).bfloat16() for d in sizes]
+    upstream = torch.randn(sum(lengths), 16, 128, device="cuda", generator=generator)
+    results = []
+    for kernels, dtype in ((attention, torch.bfloat16), (attention_twin, torch.float32)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        chain = tuple(zip(leaves[3::2], leaves[4::2], strict=True))
+        o_Thv = kernels.chained_causal_attention(*leaves[:3], chain, lengths, 192**-0.5)
+        results.append([o_Thv, *torch.autograd.grad(o_Thv, leaves, upstream.to(dtype))])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16 and ours.isfinite().all()
+        assert (ours.float() - theirs).norm() / theirs.norm() < 1.5e-2
+
+
+def _arch(vocab: int) -> Architecture:
+    return dataclasses.replace(preset("tiny"), vocab_size=vocab)
+
+
+def _built(arch: Architecture, context: ParallelContext, settings: ModelSettings) -> BuiltModel:
+    built = build_model(arch, settings, context, with_mtp=True)
+    init_fresh(arch, Shard(), built.trunk, built.mtp, seed=1)
+    return built
+
+
+def _gradients(arch, context, settings: ModelSettings, batch: TokenBatch, mtp: MtpConfig) -> dict[str, Tensor]:
+    state = build_state(_built(arch, context, settings), context, OptimConfig(), 10)
+    objective = PretrainObjective(mtp)
+    batch = batch.to(context.device)
+    objective(state, batch, objective.count(batch)).total.backward()
+    return {
+        f"{index}.{name}": parameter.main_grad.clone()
+        for index, chunk in enumerate(state.chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("objective", ["hard", "soft"])
+def test_gradients_of_the_fast_path_follow_the_plain_one(context: ParallelContext, recompute: str, objective: str):
+    """Roundings differ, so a few tokens choose other experts: only most tensors agree closely."""
+    arch, batch = _arch(5000), models.pack(LENGTHS, vocab=5000)
+    mtp = MtpConfig(loss_scale=0.3, depth=2, objective=objective)
+    plain = _gradients(arch, context, BF16, batch, mtp)
+    fast = _gradients(arch, context, dataclasses.replace(FAST, recompute=recompute), batch, mtp)
+    assert fast.keys() == plain.keys()
+    cosines = {name: _cosine(fast[name], grad) for name, grad in plain.items() if grad.any()}
+    print("lowest cosines", sorted((round(x, 5), name) for name, x in cosines.items())[:5])
+    assert all(grad.isfinite().all() for grad in fast.values())
+    assert min(cosines.values()) >= 0.98 and statistics.median(cosines.values()) >= 0.999
+
+
+@pytest.mark.parametrize("keeps_inputs", [True, False])
+def test_grouped_experts_equal_the_loop(context: ParallelContext, keeps_inputs: bool):
+    arch = preset("ling3_tiny")
+    arch = dataclasses.replace(arch, num_layers=2, layer_group_size=2, vocab_size=64)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, upstream = (torch.randn(2048, 1, 1536, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    results = []
+    for settings in (BF16, dataclasses.replace(FAST, recompute="none" if keeps_inputs else "selective")):
+        built = build_model(arch, settings, context, with_mtp=False)
+        init_fresh(arch, Shard(), built.trunk, None, seed=1)
+        layer, leaf = built.trunk.decoder.layers[1].mlp, x.clone().requires_grad_()
+        out, _ = layer(leaf)
+        parameters = dict(layer.named_parameters())
+        grads = torch.autograd.grad(out, [leaf, *parameters.values()], upstream)
+        results.append({"output": out, **dict(zip(["input", *parameters], grads, strict=True))})
+    cosines = {name: _cosine(results[1][name], plain) for name, plain in results[0].items()}
+    assert len(cosines) == 7 and min(cosines.values()) >= 0.999, cosines
+
+
+def test_experts_without_tokens_get_zero_gradients(context: ParallelContext):
+    from bailing_mtp.kernels.triton import train
+    from bailing_mtp.model.moe import _Experts
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, gate_up, down = (
+        torch.randn(*shape, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for shape in ((300, 64), (8, 128, 64), (8, 64, 64))
+    )
+    # Blocks that held NaN are handed out again.
+    del_me = [torch.full((8, 128, 64), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    del del_me
+    ids = torch.tensor([2, 5], device="cuda").repeat(300, 1)
+    weights = torch.rand(300, 2, device="cuda").requires_grad_()
+    _Experts.apply(train, None, True, ids, x, weights, gate_up, down).float().sum().backward()
+    empty = [0, 1, 3, 4, 6, 7]
+    assert not gate_up.grad[empty].any() and not down.grad[empty].any()
+    assert gate_up.grad[[2, 5]].any() and gate_up.grad.isfinite().all()
+
+
+def test_a_second_step_never_waits_inside_its_passes(context: ParallelContext):
+    arch, batch = _arch(5000), models.pack(LENGTHS, vocab=5000)
+    state = build_state(_built(arch, context, FAST), context, OptimConfig(), 10)
+    objective = PretrainObjective(MtpConfig(loss_scale=0.3, depth=2))
+    counts = objective.count(batch)
+    batch = batch.to(context.device)
+    for _ in range(2):
+        train_step(state, [batch], objective)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        objective(state, batch, counts).total.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_bf16_losses_follow_fp32(context: ParallelContext):
+    """50 steps of the fast path in bf16, and of the plain one in fp32 from the same weights (the torch twins)."""
+    arch, losses = _arch(512), []
+    batches = [models.pack((200, 56), vocab=64, seed=seed) for seed in range(50)]
+    for settings in (FAST, ModelSettings(torch.float32, torch.float32, expert_bias_rate=1e-3)):
+        state = build_state(_built(arch, context, settings), context, OptimConfig(lr=1e-3), 50)
+        objective = PretrainObjective(MtpConfig(loss_scale=0.3))
+        losses.append([train_step(state, [batch], objective).metrics["train/lm_loss"] for batch in batches])
+    for step, (ours, theirs) in enumerate(zip(*losses, strict=True)):
+        assert abs(ours - theirs) <= 0.02 * theirs, f"step {step}: {ours} and {theirs}"
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
+def test_mtp_adds_less_than_a_gigabyte_at_8k_tokens_and_157k_ids(context: ParallelContext):
+    """Field report 15: peak memory of a step's passes, 8,192 tokens, whole vocabulary."""
+    arch, peaks = _arch(157184), []
+    batch = models.pack((8192,), vocab=5000).to(context.device)
+    state = build_state(_built(arch, context, FAST), context, OptimConfig(), 10)
+    for mtp in (MtpConfig(), MtpConfig(loss_scale=0.3)):
+        objective = PretrainObjective(mtp)
+        with state.trunk.no_sync(), state.mtp.no_sync():
+            objective(state, batch, objective.count(batch)).total.backward()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            objective(state, batch, objective.count(batch)).total.backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    print(f"peak GiB without and with MTP: {peaks[0] / 2**30:.2f} {peaks[1] / 2**30:.2f}")
+    assert peaks[0] < peaks[1] <= peaks[0] + 2**30
+
+
+def test_padding_stays_out_of_the_routers_counts(context: ParallelContext):
+    """Field report 13."""
+    from bailing_mtp.contracts.batch import PackedLayout
+
+    arch = _arch(5000)
+    layout = PackedLayout.from_padded((50, 30), (64, 40))
+    ids = torch.randint(0, 5000, (104,), generator=torch.Generator().manual_seed(0))
+    state = build_state(_built(arch, context, FAST), context, OptimConfig(), 10)
+    objective = PretrainObjective(MtpConfig(loss_scale=0.3))
+    batch = TokenBatch(ids, torch.ones(104, dtype=torch.bool), layout).to(context.device)
+    objective(state, batch, objective.count(batch)).total.backward()
+    for chunk, sites in zip(state.chunks, (80, 80 - 4), strict=True):
+        counts = [b for name, b in chunk.module.named_buffers() if name.endswith("local_tokens_per_expert")]
+        assert counts and all(count.sum().item() == sites * arch.experts_per_token for count in counts)
