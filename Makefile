@@ -10,10 +10,10 @@ PY := $(PYTHON)
 ENSURE :=
 endif
 
-SCRIPTS := $(wildcard launch/*.sh) .ci/run
+SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch tests/slurm/run.sh .ci/run
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu bench lint
+.PHONY: help install demo test test-gpu test-slurm bench lint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -25,10 +25,13 @@ demo: $(ENSURE) ## the whole story on two CPU processes: pretrain a tiny model, 
 	@PYTHON=$(PY) launch/demo.sh $(ARGS)
 
 test: $(ENSURE) ## the CPU test suite; ARGS="-k name" goes to pytest
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m "not gpu" -q $(ARGS)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m "not gpu and not slurm" -q $(ARGS)
 
 test-gpu: $(ENSURE) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -q $(ARGS)
+
+test-slurm: $(ENSURE) ## launch/slurm.sbatch on a small SLURM of its own; as root on Debian, else skipped
+	@tests/slurm/run.sh $(PY) $(ARGS)
 
 bench: $(ENSURE) ## decode kernels and the passes of a step on one GPU, against the bytes they move
 	OMP_NUM_THREADS=1 $(PY) -m recipes.benchmark what=kernels $(ARGS)

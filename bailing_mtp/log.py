@@ -36,6 +36,11 @@ class ProgressLine:
             self._stream.write(text + "\n")
         self._stream.flush()
 
+    def end(self) -> None:
+        """What is printed next begins a line of its own."""
+        if self._stream is not None and self._stream.isatty() and self._width:
+            self._stream.write("\n")
+
 
 def duration(seconds: float) -> str:
     """Seconds as a short text: 42s, 3m05s, 2h10m."""

@@ -12,7 +12,25 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # Log lines of several ranks arrive when they are printed.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 
-# RUN_DIR is set by the launch scripts: the one run directory of all ranks (recipes/rundir.py reads it).
-
-# FLA_CACHE_MODE and FLA_CONFIG_DIR, the settings of fla's kernels, are set by the recipes (recipes/kernel_settings.py)
-# where some were measured for the GPU; a value that is already set wins.
+# Given by the user, read by the launch scripts:
+#   PYTHON        interpreter, for a machine or a container whose own Python holds everything
+#   NPROC         ranks a node, where it is not the number of visible GPUs (CUDA_VISIBLE_DEVICES, else nvidia-smi)
+#   SWEEP         file of overrides, a line for each task of a job array
+#   SRUN_OPTIONS  options for srun, such as those of its container plugin
+#   NODE_PREFIX   words before the command of each node, such as a container's exec
+#
+# Set by the launch scripts, read by the ranks (recipes/rundir.py, recipes/ranks.py) and the launcher:
+#   RUN_DIR       the one run directory of all ranks and all starts: each rank's own clock would give several
+#   RUN_JOB       the job that this start belongs to: a run directory may be used again only by the job that made it
+#   RUN_RESTARTS  earlier starts of that job: at 0 even its own directory is not used again
+#   STOP_MARK     file by which launchers on several nodes tell a stop: exit codes that differ look like a failure
+#   MASTER_ADDR, MASTER_PORT  where the ranks of several nodes meet
+#   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE  torchrun's own: a rank's place
+#
+# Set by SLURM, read by slurm.sbatch and node.sh:
+#   SLURM_JOB_ID, SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID, SLURM_CLUSTER_NAME  names of the job and its task
+#   SLURM_RESTART_COUNT  earlier starts
+#   SLURM_JOB_NODELIST, SLURM_NNODES, SLURM_NODEID  the nodes, and this one's place among them
+#
+# Set by the recipes (recipes/kernel_settings.py) where settings of fla's kernels were measured for the GPU:
+#   FLA_CACHE_MODE, FLA_CONFIG_DIR

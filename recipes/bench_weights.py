@@ -1,4 +1,6 @@
-"""A model of random weights on one device, made as decoding reads it: no trainer, no checkpoint.
+"""One rank's shards of a model of random weights, made as decoding reads them: no trainer, no checkpoint.
+
+Every rank draws the same numbers, so that what is replicated is equal everywhere.
 
 Shape legend: as weights.view.
 """
@@ -20,17 +22,20 @@ from bailing_mtp.weights.view import (
 
 from .bench_case import Draw
 
+SKEW = 0.5
+"""Spread of the bias by which experts are chosen where routing is skewed; a router's scores spread over 0.2."""
 
-def random_view(arch: Architecture, draw: Draw) -> WeightsView:
-    """The whole model, with its MTP layer if the architecture has one; products keep the size of their inputs."""
-    maker = _Maker(arch, draw)
-    embedding_VH = draw.normal(arch.vocab_size, arch.hidden_size)
+
+def random_view(arch: Architecture, draw: Draw, tp: int = 1, ep: int = 1, is_skewed: bool = False) -> WeightsView:
+    """The model, with its MTP layer if the architecture has one; products keep the size of their inputs."""
+    maker = _Maker(arch, draw, tp, ep, is_skewed)
+    embedding_vH = draw.normal(arch.vocab_size // tp, arch.hidden_size)
     return WeightsView(
         arch=arch,
-        embedding_vH=embedding_VH,
+        embedding_vH=embedding_vH,
         layers=tuple(maker.layer(plan) for plan in arch.trunk_plan()),
         final_norm_H=maker.ones(arch.hidden_size),
-        head_vH=embedding_VH if arch.tie_embeddings else maker.matrix(arch.vocab_size, arch.hidden_size),
+        head_vH=embedding_vH if arch.tie_embeddings else maker.matrix(arch.vocab_size // tp, arch.hidden_size),
         mtp=maker.mtp() if arch.num_mtp_layers else None,
         version=0,
         clock=WeightsClock(),
@@ -38,8 +43,8 @@ def random_view(arch: Architecture, draw: Draw) -> WeightsView:
 
 
 class _Maker:
-    def __init__(self, arch: Architecture, draw: Draw) -> None:
-        self.arch, self.draw = arch, draw
+    def __init__(self, arch: Architecture, draw: Draw, tp: int, ep: int, is_skewed: bool) -> None:
+        self.arch, self.draw, self.tp, self.ep, self.is_skewed = arch, draw, tp, ep, is_skewed
 
     def matrix(self, *shape: int) -> Tensor:
         return self.draw.normal(*shape, scale=shape[-1] ** -0.5)
@@ -61,10 +66,10 @@ class _Maker:
         return LayerWeights(plan, self.ones(H), self.ones(H), mixer, mlp)
 
     def kda(self) -> KdaWeights:
-        arch, heads = self.arch, self.arch.num_heads
+        arch, heads = self.arch, self.arch.num_heads // self.tp
         d_k, d_v = arch.kda_head_dim, arch.v_head_dim
         return KdaWeights(
-            in_proj_YH=self.matrix(sum(arch.kda_in_rows), arch.hidden_size),
+            in_proj_YH=self.matrix(sum(arch.kda_in_rows) // self.tp, arch.hidden_size),
             conv_XW=self.matrix(heads * (2 * d_k + d_v), arch.conv_kernel),
             A_log_h=self.zeros(heads),
             dt_bias_hD=self.zeros(heads, d_k),
@@ -73,8 +78,8 @@ class _Maker:
         )
 
     def mla(self) -> MlaWeights:
-        arch, H, heads, rank = self.arch, self.arch.hidden_size, self.arch.num_heads, self.arch.kv_lora_rank
-        q_rank = arch.q_lora_rank
+        arch, H, heads = self.arch, self.arch.hidden_size, self.arch.num_heads // self.tp
+        q_rank, rank = arch.q_lora_rank, arch.kv_lora_rank
         return MlaWeights(
             q_a_QH=None if q_rank is None else self.matrix(q_rank, H),
             q_a_norm_Q=None if q_rank is None else self.ones(q_rank),
@@ -87,17 +92,17 @@ class _Maker:
         )
 
     def dense(self, width: int, limit: float | None) -> DenseWeights:
-        H = self.arch.hidden_size
+        H, width = self.arch.hidden_size, width // self.tp
         return DenseWeights(self.matrix(2 * width, H), self.matrix(H, width), limit)
 
     def moe(self, plan: LayerPlan) -> MoeWeights:
         arch, H, E = self.arch, self.arch.hidden_size, self.arch.num_experts
-        width, shared = arch.moe_intermediate_size, arch.shared_intermediate_size
+        width, shared, e = arch.moe_intermediate_size, arch.shared_intermediate_size, E // self.ep
         return MoeWeights(
             router_EH=self.matrix(E, H),
-            expert_bias_E=self.zeros(E),
-            gate_up_e2FH=self.matrix(E, 2 * width, H),
-            down_eHF=self.matrix(E, H, width),
+            expert_bias_E=self.draw.uniform(E) * (SKEW if self.is_skewed else 0.0),
+            gate_up_e2FH=self.matrix(e, 2 * width, H),
+            down_eHF=self.matrix(e, H, width),
             limit=plan.swiglu_limit,
             shared=None if shared is None else self.dense(shared, plan.shared_swiglu_limit),
         )

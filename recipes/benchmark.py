@@ -1,7 +1,7 @@
-"""Speed on one GPU, with random weights: python -m recipes.benchmark what=kernels (of a decode step) or what=train
+"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|train
 
-Prints a table and writes <run_dir>/benchmark.json. A kernel is timed only where it equals its torch twin; where
-one does not, the rest is measured and the exit code is 1.
+Prints a table and writes <run_dir>/benchmark.json. A shape is timed only where its kernels equal their torch twins;
+where one does not, the rest is measured and the exit code is 1.
 """
 
 from pathlib import Path
@@ -16,77 +16,95 @@ from .ranks import Ranks
 if TYPE_CHECKING:
     import torch
 
-    from .bench_timing import Timer
-
 FILE = "benchmark.json"
 
 
 def main(config: BenchmarkConfig) -> None:
-    if Ranks.from_environment().world_size > 1:
+    if config.what != "decode" and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
+    {"kernels": kernels, "decode": decode, "train": train}[config.what](config)
+
+
+def about(config: BenchmarkConfig, device: "torch.device", **shape: Any) -> dict[str, Any]:
+    """What the figures were taken with."""
     import torch
     import triton
 
-    from .bench_timing import GraphTimer
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    about = {
+    return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "model": config.model.name,
         "dtype": config.model.dtype,
-        "context_tokens": config.context_tokens,
         "copy_tb_per_s": config.copy_tb_per_s,
+        **shape,
     }
-    print("\n".join(f"  {name}: {value}" for name, value in about.items()), flush=True)
-    if config.what == "train":
-        from .bench_train_run import run_train
 
-        run_train(config, about, Path(config.run_dir) / FILE)
-        return
+
+def kernels(config: BenchmarkConfig) -> None:
+    import torch
+
+    from .bench_kernels_run import run_kernels
+    from .bench_timing import GraphTimer
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    stated = about(config, device, context_tokens=config.context_tokens)
+    print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
     with torch.no_grad():
-        measure(config, device, GraphTimer(device, config.replays), about)
+        run_kernels(config, device, GraphTimer(device, config.replays), stated, Path(config.run_dir) / FILE)
 
 
-def measure(config: BenchmarkConfig, device: "torch.device", timer: "Timer", about: dict[str, Any]) -> None:
-    """Kernels, then passes: prints each figure as it comes, and writes <run_dir>/benchmark.json after both.
+def train(config: BenchmarkConfig) -> None:
+    import torch
 
-    Raises UserError in the end where a kernel differs from its twin.
-    """
+    from .bench_train_run import run_train
+
+    stated = about(config, torch.device("cuda", torch.cuda.current_device()))
+    print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
+    run_train(config, stated, Path(config.run_dir) / FILE)
+
+
+def decode(config: BenchmarkConfig) -> None:
+    """Rollouts: prints each figure as it comes; rank 0 writes the JSON file and the chart."""
     import torch
 
     from bailing_mtp.contracts.architecture import Architecture
-    from bailing_mtp.kernels.triton import decode
 
-    from .bench_case import Draw, Workload
-    from .bench_figures import KERNEL_HEADING, PASS_HEADING, KernelFailure, kernel_line, pass_line, write_figures
-    from .bench_floors import Floors
-    from .bench_kernels import kernel_cases, measure_kernels
-    from .bench_passes import measure_passes
-    from .bench_weights import random_view
-    from .session import DTYPES
+    from .bench_case import Draw
+    from .bench_decode import measure_decode
+    from .bench_decode_figures import (
+        DECODE_HEADING,
+        DecodeFailure,
+        DecodeFigure,
+        decode_line,
+        draw_ratios,
+        write_decode,
+    )
+    from .session import DTYPES, join_ranks, leave_ranks
 
     arch = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
-    dtype, shapes, target = DTYPES[config.model.dtype], (config.rows, config.fed_tokens), Path(config.run_dir) / FILE
-    draw = Draw(device, dtype, config.seed)
-    load = Workload(arch, Floors(arch, dtype.itemsize), decode, config.context_tokens)
-    print(KERNEL_HEADING, flush=True)
-    cases = kernel_cases(load, *shapes)
-    kernels = measure_kernels(cases, draw, timer, config.copy_tb_per_s, lambda x: print(kernel_line(x), flush=True))
-    # The passes need the most memory: what is measured by then is kept if they fail.
-    write_figures(target, about, kernels, [])
-    torch.cuda.empty_cache()
-    print(PASS_HEADING, flush=True)
-    view = random_view(arch, draw)
-    passes = measure_passes(
-        view, decode, draw, timer, *shapes, config.context_tokens, lambda x: print(pass_line(x), flush=True)
-    )
-    write_figures(target, about, kernels, passes)
-    print(f"benchmark: {len(kernels)} kernel shapes, {len(passes)} passes, written to {target}")
-    failed = [f"{x.kernel} rows={x.rows} S={x.fed_tokens}" for x in kernels if isinstance(x, KernelFailure)]
+    context = join_ranks(config, arch)
+    stated = about(config, context.device, tp=context.tp, ep=context.ep, replicas=context.dp)
+
+    def show(line: str) -> None:
+        if context.is_writer:
+            print(line, flush=True)
+
+    show("\n".join(f"  {name}: {value}" for name, value in stated.items()) + "\n" + DECODE_HEADING)
+    draw = Draw(context.device, DTYPES[config.model.dtype], config.seed)
+    with torch.no_grad():
+        results = measure_decode(config, arch, draw, context, lambda x: show(decode_line(x)))
+    figures = [x for x in results if isinstance(x, DecodeFigure)]
+    failed = [f"{x.kernel} rows={x.rows} k={x.drafts}" for x in results if isinstance(x, DecodeFailure)]
+    if context.is_writer:
+        target = Path(config.run_dir) / FILE
+        write_decode(target, stated, results)
+        if figures:
+            draw_ratios(figures, target.parent / "charts" / "break_even.png")
+        print(f"benchmark: {len(figures)} shapes, written to {target}")
+    leave_ranks()
     if failed:
-        raise UserError(f"what: kernels: {len(failed)} shapes differ from their torch twins: {', '.join(failed)}")
+        raise UserError(f"what: decode: {len(failed)} shapes differ from their torch twins: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

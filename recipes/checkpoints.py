@@ -40,13 +40,13 @@ class RunCheckpoints:
         """Holds the tokenizer and the MTP layer that is passed through: the source, then our own last checkpoint."""
         self._last = source.directory if source.resumes else None
 
-    def after_step(self) -> dict[str, float]:
+    def after_step(self, stops: bool = False) -> dict[str, float]:
         """Finish a save that is done, begin one that is due; returns metrics of finished saves.
 
-        After the last step it saves and waits.
+        After the last step, or where the run stops, it saves and waits.
         """
         step, every = self._state.step, self._config.checkpoint.save_every
-        is_last = step == self._steps
+        is_last = stops or step == self._steps
         due = is_last or (every is not None and step % every == 0)
         values = self._finished(self._saver.poll(block=due))
         if due:

@@ -41,11 +41,11 @@ def prepare[ConfigT: RunConfig](
     check_backends(config, has_gpu=_has_gpu())
     if ranks.is_first:
         # Only here: another rank could look after this one has already written.
-        check_run_dir(config)
-        changed = open_run_dir(config)
+        notes = check_run_dir(config)
+        notes += [f"changed: {line}" for line in open_run_dir(config)]
         print(in_force(config, config_name, ranks), flush=True)
-        for line in changed:
-            print(f"  changed: {line}", flush=True)
+        for note in notes:
+            print(f"  {note}", flush=True)
     return config
 
 

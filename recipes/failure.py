@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
 
 from bailing_mtp.config import UserError
 
@@ -19,10 +20,17 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
 
     A mistake in the config meets all ranks alike, so the first rank prints it at once and the launcher then
     ends the others while they wait. A rank that outlives `patience_s` failed alone, and says so itself.
-    Any other exception keeps its traceback.
+    Any other exception keeps its traceback, which ends with the rank and its host.
     """
+
+    def name_rank(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and ranks.world_size > 1:
+            error.add_note(f"on {ranks}")
+
     try:
-        yield
+        with ExitStack() as stack:
+            stack.push(name_rank)
+            yield
     except (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         if not ranks.is_first:
             time.sleep(patience_s)

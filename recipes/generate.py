@@ -18,7 +18,7 @@ def main(config: GenerateConfig) -> None:
 
     from .prompts import open_tokenizer, read_prompts
     from .samples_file import SampleFiles
-    from .session import find_source, join_ranks, leave_ranks, make_model
+    from .session import find_source, join_ranks, leave_ranks, make_model, rollout_notes
 
     source = find_source(config)
     drafts = config.rollout.speculative_tokens
@@ -26,14 +26,16 @@ def main(config: GenerateConfig) -> None:
     tokenizer = open_tokenizer(config, source)
     prompts = read_prompts(config, source, tokenizer)
     context = join_ranks(config, source.arch)
-    if context.is_writer and context.device.type == "cuda" and config.rollout.kernels == "torch":
-        print("rollout.kernels=torch on a GPU: plain torch, for checks; slow", flush=True)
     built = make_model(config, source, context, with_mtp=drafts > 0)
     for module in built.modules:
         module.eval()
     shard, clock = Shard(context.tp, context.tp_rank, context.ep, context.ep_rank), WeightsClock()
     engine = RolloutEngine(
-        lambda: publish(built.trunk, built.mtp, shard, clock), context, config.rollout, tokenizer
+        lambda: publish(built.trunk, built.mtp, shard, clock),
+        context,
+        config.rollout,
+        tokenizer,
+        tell=rollout_notes(config.rollout, context),
     )
     files = SampleFiles(Path(config.output), tokenizer, context)
     line = ProgressLine(sys.stderr if context.is_writer else None)

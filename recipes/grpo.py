@@ -12,34 +12,38 @@ def main(config: GrpoConfig) -> None:
     from bailing_mtp.training.policy import PolicyObjective
     from bailing_mtp.training.step import train_step
 
+    from .backlog import Backlog
     from .heldout import HeldOut
     from .judge import Judge
     from .policy import engine_config, find_policy, open_policy
     from .policy_prompts import open_prompts
     from .progress import RunProgress
     from .rollouts import Rollouts
-    from .session import join_ranks, leave_ranks
+    from .session import join_ranks, leave_ranks, rollout_notes
+    from .stop_signal import StopSignal
 
     source = find_policy(config)
     opened = open_prompts(config, source)
     tokenizer, prompts = opened.tokenizer, opened.train
     context = join_ranks(config, source.arch)
-    policy = open_policy(config, source, context, prompts)
-    state, rl = policy.state, config.rl
-    settings = engine_config(config, opened)
-    engine = RolloutEngine(policy.publish, context, settings, tokenizer, records_routes=rl.routing_replay)
+    rl, backlog = config.rl, Backlog(prompts, config.rl)
+    policy = open_policy(config, source, context, backlog)
+    state = policy.state
+    settings, tell = engine_config(config, opened), rollout_notes(config.rollout, context)
+    engine = RolloutEngine(
+        policy.publish, context, settings, tokenizer, tell=tell, records_routes=rl.routing_replay
+    )
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
-    progress = RunProgress(config, source, policy, opened)
-    with Judge(rl, context, tokenizer.decode) as judge:
+    progress = RunProgress(config, source, policy, opened, backlog)
+    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
         held_out = HeldOut(config, opened.valid, engine, judge)
         progress.start(held_out)
         while state.step < config.train.steps:
-            rollouts = Rollouts(config)
+            rollouts = Rollouts(config, state.clock.trained)
             with progress.rolling():
                 while not rollouts.is_enough:
                     with rollouts.timed("switch"):
-                        drawn = prompts.draw(rl.prompts_per_rollout)
-                        groups = engine.generate(drawn, prompts.rollouts, progress.watch(engine, rollouts))
+                        groups = backlog.roll(engine, progress.watch(engine, rollouts))
                     with rollouts.timed("reward"):
                         scores = judge.score(groups)
                     rollouts.add(groups, scores, advantages(scores.rewards, rl.advantage), engine.stats)
@@ -47,7 +51,7 @@ def main(config: GrpoConfig) -> None:
             with rollouts.timed("train"):
                 minibatches = policy.minibatches(rollouts.rows())
                 results = [train_step(state, batches, objective) for batches in minibatches]
-            progress.log(rollouts, minibatches, results, held_out)
+            progress.log(rollouts, minibatches, results, held_out, stop)
     progress.close()
     leave_ranks()
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from bailing_mtp.config import ConfigError, GrpoConfig, RolloutConfig, check_mtp, check_replay, show
 from bailing_mtp.contracts.policy import PolicyBatch
-from bailing_mtp.data.prompts import PromptLoader
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
@@ -16,7 +15,7 @@ from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.weights.view import WeightsView, publish
 
 from .policy_prompts import Prompts
-from .resume import continue_run, shard_of
+from .resume import Position, continue_run, shard_of
 from .session import Source, find_source, make_model, require_mtp
 
 
@@ -94,8 +93,8 @@ class Policy:
         return found
 
 
-def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, prompts: PromptLoader) -> Policy:
-    """The policy at the run's start, or where its last checkpoint left it."""
+def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, data: Position) -> Policy:
+    """The policy at the run's start, or where its last checkpoint left it; `data` is then put there, too."""
     trains_mtp = config.mtp.loss_scale is not None
     built = make_model(
         config,
@@ -112,5 +111,5 @@ def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, pr
         reference = make_model(config, find_source(config), context, with_mtp=False).trunk
         reference.requires_grad_(False)
     if source.resumes:
-        continue_run(source, state, prompts)
+        continue_run(source, state, data)
     return Policy(config, state, built, reference)

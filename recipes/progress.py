@@ -16,6 +16,7 @@ from bailing_mtp.rollout.stats import RolloutStats
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.step import OFFLOAD_S, StepResult
 
+from .backlog import Backlog
 from .checkpoints import RunCheckpoints, tell_fresh_mtp
 from .heldout import HeldOut
 from .policy import Policy
@@ -24,6 +25,7 @@ from .predicted import FallAlarm, can_predict, parted, predict, predicted_metric
 from .report import Report
 from .rollouts import Rollouts
 from .session import Source
+from .stop_signal import StopSignal
 
 OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
 """Metrics that mean the weights that rolled out, so the first of several optimizer steps."""
@@ -32,15 +34,17 @@ OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
 class RunProgress:
     """All ranks make the same calls; `compare`, `log` and `close` are collective."""
 
-    def __init__(self, config: GrpoConfig, source: Source, policy: Policy, opened: Prompts) -> None:
-        self._config, self._policy, self._tokenizer = config, policy, opened.tokenizer
+    def __init__(
+        self, config: GrpoConfig, source: Source, policy: Policy, opened: Prompts, backlog: Backlog
+    ) -> None:
+        self._config, self._policy, self._backlog, self._tokenizer = config, policy, backlog, opened.tokenizer
         state = policy.state
         self._context = context = state.context
         flops = training_flops(
             source.arch, 0 if config.mtp.loss_scale is None else config.mtp.depth, config.mtp.detach
         )
         self._report = Report(config, "grpo", context, flops, config.train.steps, state.step)
-        self._checkpoints = RunCheckpoints(config, source, state, opened.train, config.train.steps)
+        self._checkpoints = RunCheckpoints(config, source, state, backlog, config.train.steps)
         self._predicted: dict[str, float] = {}
         self._alarm = FallAlarm()
         if source.fresh_mtp:
@@ -67,7 +71,7 @@ class RunProgress:
         """A callback that shows a rollout as it goes on, and notes the memory it holds."""
         line = ProgressLine(sys.stderr if self._context.is_writer else None)
         config, state = self._config, self._policy.state
-        total = config.rl.prompts_per_rollout * config.sampling.samples_per_prompt // self._context.dp
+        total = self._backlog.n_under_way * config.sampling.samples_per_prompt // self._context.dp
 
         def show(stats: RolloutStats) -> None:
             rollouts.memory_bytes = max(rollouts.memory_bytes, engine.memory_bytes)
@@ -82,7 +86,8 @@ class RunProgress:
         self._predicted = {}
         if not config.rollout.speculative_tokens:
             return
-        if can_predict(config.sampling):
+        # Of an over-sampled rollout the groups hold tokens of older weights, and not all that its statistics count.
+        if can_predict(config.sampling) and config.rl.oversample == 1:
             estimates = predict(config, self._policy.built, groups, self._context)
             self._predicted = predicted_metrics(estimates, stats.depths)
             for line in parted(estimates, stats):
@@ -98,8 +103,10 @@ class RunProgress:
         minibatches: Sequence[list[PolicyBatch]],
         results: Sequence[StepResult],
         held_out: HeldOut,
+        stop: StopSignal,
     ) -> None:
-        """One log point for the optimizer steps on one rollout; evaluates and saves if it is time to."""
+        """One log point for the optimizer steps on one rollout; evaluates and saves if it is time to. Ends the run if
+        asked to."""
         step = self._policy.state.step
         for batches, result in zip(minibatches, results, strict=True):
             self._report.add(batches, result.counts["tokens"])
@@ -109,12 +116,18 @@ class RunProgress:
         }
         rollouts.switched(sum(result.metrics.get(OFFLOAD_S, 0.0) for result in results))
         values["policy/ratio_gap"] = abs(results[0].metrics["policy/ratio"] - 1.0)
-        saved = self._checkpoints.after_step()
+        steps = self._config.train.steps
+        stops = stop.agreed() and step < steps
+        saved = self._checkpoints.after_step(stops)
         with self.rolling():
-            evaluated = held_out.evaluate(step)
-        self._report.log(step, values | rollouts.metrics() | self._predicted | saved | evaluated)
+            evaluated = {} if stops else held_out.evaluate(step)
+        counted = rollouts.metrics() | self._backlog.metrics()
+        self._report.log(step, values | counted | self._predicted | saved | evaluated)
         if self._context.is_writer and self._config.rl.samples_kept:
             rollouts.keep(Path(self._config.run_dir) / "rollouts" / f"step_{step}.jsonl", self._tokenizer)
+        if stops:
+            self._report.close(is_finished=False)
+            stop.leave(step, steps)
 
     def close(self) -> None:
         """Charts, summary, and how to export."""

@@ -40,10 +40,8 @@ class Report:
         first_step: int = 0,
     ) -> None:
         self._run_dir = Path(config.run_dir)
-        self._context = context
-        self._flops = flops
-        self._steps = steps
-        self._first_step = first_step
+        self._context, self._flops = context, flops
+        self._steps, self._first_step = steps, first_step
         self._sinks = Sinks(config, verb, first_step) if context.is_writer else None
         self._line = ProgressLine(sys.stderr if context.is_writer else None)
         self.pace = Throughput(steps, first_step)
@@ -79,11 +77,14 @@ class Report:
             self._sinks.write(step, values)
         self._line.show(self._live(step, values), final=step == self._steps)
 
-    def close(self) -> None:
-        """End the files, draw the charts, print the summary."""
+    def close(self, is_finished: bool = True) -> None:
+        """End the files; of a finished run draw the charts and print the summary."""
         if self._sinks is None:
             return
         self._sinks.close()
+        if not is_finished:
+            self._line.end()
+            return
         rows = read_metrics(self._sinks.metrics_path)
         charts = write_charts([Run(self._run_dir.name, rows)], self._run_dir / "charts")
         print(f"trained {self._steps - self._first_step} steps, {self._mean_speed()}")

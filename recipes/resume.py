@@ -51,7 +51,7 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")
     fail_together(error)
-    state.step = values["step"]
+    state.step = state.clock.trained = values["step"]
     state.scheduler.num_steps = values["scheduler_steps"]
     state.scheduler.step(increment=0)
     generators = read_json(checkpoint.directory / RNG_NAME)["ranks"]

@@ -32,8 +32,9 @@ class _Judged(NamedTuple):
 class Rollouts:
     """What one update learns from; the same on every rank, but for times."""
 
-    def __init__(self, config: GrpoConfig) -> None:
-        self._rl = config.rl
+    def __init__(self, config: GrpoConfig, version: int) -> None:
+        """version: of the weights before the update."""
+        self._rl, self._version = config.rl, version
         self._judged: list[_Judged] = []
         self._n_failed = self._n_rollouts = 0
         self.stats = RolloutStats(config.rollout.speculative_tokens)
@@ -45,8 +46,7 @@ class Rollouts:
     def add(self, groups: Sequence[RolloutGroup], scores: Scores, found: Advantages, stats: RolloutStats) -> None:
         """One rollout. Raises UserError when rl.max_rollouts of them taught nothing."""
         rl = self._rl
-        judged = zip(groups, scores.rewards, found.groups, strict=True)
-        self._judged += [_Judged(*parts) for parts in judged]
+        self._judged += [_Judged(*parts) for parts in zip(groups, scores.rewards, found.groups, strict=True)]
         self._n_failed += scores.n_failed
         self._n_rollouts += 1
         self.stats = self.stats.plus(stats)
@@ -103,14 +103,24 @@ class Rollouts:
             "rollout/samples_unusable": len(samples) - len(rewards),
             "rollout/samples_trained": len(self.rows()),
             "rollout/samples_cut": sum(sample.finish_reason == "length" for sample in samples) / max(1, len(samples)),
-            "rollout/response_tokens": self.stats.tokens / max(1, len(samples)),
+            "rollout/response_tokens": sum(len(sample.response_ids) for sample in samples) / max(1, len(samples)),
             "rollout/accept_length": summary["accept_length"],
             "rollout/tokens_per_second": summary["tokens_per_second"],
             "memory/rollout_gb": self.memory_bytes / 2**30,
         }
         values |= {f"rollout/accept_depth{d}": share for d, share in enumerate(summary["accept_depth"], start=1)}
         values |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        if self._rl.oversample > 1:
+            values |= self._staleness()
         return {name: float(value) for name, value in values.items() if value is not None}
+
+    def _staleness(self) -> dict[str, float]:
+        """How far behind the weights the trained tokens are, in optimizer steps, and the share that is at all."""
+        lags = [self._version - version for row in self.rows() for version in row.sample.versions]
+        return {
+            "rollout/stale_tokens": sum(lag > 0 for lag in lags) / max(1, len(lags)),
+            "rollout/mean_version_lag": sum(lags) / max(1, len(lags)),
+        }
 
     def keep(self, file: Path, tokenizer: Tokenizer) -> None:
         """Write the first rl.samples_kept samples as JSON lines, prompts in turn."""
@@ -130,12 +140,11 @@ class Rollouts:
         ]
         lines.sort(key=lambda line: line["sample_index"])
         file.parent.mkdir(parents=True, exist_ok=True)
-        texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines[: self._rl.samples_kept])
-        file.write_text("".join(texts), encoding="utf-8")
+        kept = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines[: self._rl.samples_kept])
+        file.write_text("".join(kept), encoding="utf-8")
 
     def _rewards(self) -> list[float]:
         return [reward for item in self._judged for reward in item.rewards]
 
     def _mean_reward(self) -> float:
-        rewards = self._rewards()
-        return statistics.fmean(rewards) if rewards else 0.0
+        return statistics.fmean(self._rewards() or [0.0])

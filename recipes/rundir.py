@@ -1,4 +1,4 @@
-"""One directory per run, chosen once for all ranks, and never another run's."""
+"""One directory per run, chosen once for all ranks and all starts of a job, and never another run's."""
 
 import os
 import time
@@ -12,6 +12,8 @@ from bailing_mtp.config import ConfigError, RunConfig
 from .ranks import Ranks
 
 RESOLVED = "config.resolved.yaml"
+JOB = ".job"
+"""Holds RUN_JOB of the launch that made the directory."""
 
 
 def default_run_dir(verb: str, ranks: Ranks) -> str:
@@ -41,15 +43,24 @@ def require_run_dir(plain: dict[str, object], ranks: Ranks) -> None:
         )
 
 
-def check_run_dir(config: RunConfig) -> None:
-    """Refuse a run_dir that holds another run, unless this one continues it. Reads only; rank 0 only."""
+def check_run_dir(config: RunConfig) -> list[str]:
+    """Refuse a run_dir that holds another run, unless this one continues it or starts it again (returns a line then).
+
+    Reads only; rank 0 only.
+
+    Starting again is for a job that a scheduler restarts: the launcher says so (RUN_RESTARTS > 0, and the RUN_JOB
+    that made the directory), the config is the same to the last key, and there is no checkpoint that could be lost.
+    """
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir: {config.run_dir!r} is a file; name a directory")
     if not (run_dir / RESOLVED).exists() and not (run_dir / "metrics.jsonl").exists():
-        return
-    if config.checkpoint.resume == "auto" and any(run_dir.glob("checkpoints/step_*")):
-        return
+        return []
+    has_checkpoint = any(run_dir.glob("checkpoints/step_*"))
+    if config.checkpoint.resume == "auto" and has_checkpoint:
+        return []
+    if not has_checkpoint and _is_restart(config):
+        return ["starts again at step 0: the job's last start ended before its first checkpoint"]
     raise ConfigError(
         f"run_dir: {config.run_dir!r} already holds a run; name another directory, or continue it with "
         "checkpoint.resume=auto, which needs a checkpoint under its checkpoints/"
@@ -66,7 +77,10 @@ def open_run_dir(config: RunConfig) -> list[str]:
     target = run_dir / RESOLVED
     values = config.model_dump(mode="json")
     if target.exists():
-        return _differences(OmegaConf.to_container(OmegaConf.load(target)), values)
+        return _changes(config)
+    job = os.environ.get("RUN_JOB")
+    if job:
+        (run_dir / JOB).write_text(job + "\n", encoding="utf-8")
     partial = target.with_suffix(".partial")
     partial.write_text(OmegaConf.to_yaml(OmegaConf.create(values)), encoding="utf-8")
     partial.rename(target)
@@ -77,6 +91,22 @@ def note_in_resolved(config: RunConfig, note: str) -> None:
     """Append a comment to the resolved config: a fact of the run's start that no key says. Rank 0 only."""
     with (Path(config.run_dir) / RESOLVED).open("a", encoding="utf-8") as stream:
         stream.write(f"# {note}\n")
+
+
+def _is_restart(config: RunConfig) -> bool:
+    """Whether the launcher starts again the very job that made run_dir, with the same config."""
+    run_dir, job = Path(config.run_dir), os.environ.get("RUN_JOB")
+    if not job or int(os.environ.get("RUN_RESTARTS", "0")) < 1:
+        return False
+    if not (run_dir / JOB).is_file() or not (run_dir / RESOLVED).is_file():
+        return False
+    return (run_dir / JOB).read_text(encoding="utf-8").strip() == job and not _changes(config)
+
+
+def _changes(config: RunConfig) -> list[str]:
+    """A line for each key that differs from the config of the first start."""
+    first = OmegaConf.to_container(OmegaConf.load(Path(config.run_dir) / RESOLVED))
+    return _differences(first, config.model_dump(mode="json"))
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:

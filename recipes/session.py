@@ -2,11 +2,12 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from bailing_mtp.config import LayoutSizes, ModelConfig, RunConfig, check_layout
+from bailing_mtp.config import LayoutSizes, ModelConfig, RolloutConfig, RunConfig, check_layout
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.log import duration
 from bailing_mtp.model.build import BuiltModel, build_model, count_parameters
@@ -23,7 +24,16 @@ from .kernel_settings import prepare_kernels
 from .ranks import Ranks
 from .sources import Source, find_source, require_mtp
 
-__all__ = ["Source", "find_source", "join_ranks", "leave_ranks", "make_model", "model_settings", "require_mtp"]
+__all__ = [
+    "Source",
+    "find_source",
+    "join_ranks",
+    "leave_ranks",
+    "make_model",
+    "model_settings",
+    "require_mtp",
+    "rollout_notes",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -45,6 +55,18 @@ def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
     context = build_context(config.parallel.tp, config.parallel.ep, config.seed, device_type, local_rank)
     prepare_kernels(config, context)
     return context
+
+
+def rollout_notes(rollout: RolloutConfig, context: ParallelContext) -> Callable[[str], None]:
+    """Where the rollout engine says what it waits for: printed by rank 0. Warns of kernels that a GPU is slow with."""
+    if context.is_writer and context.device.type == "cuda" and rollout.kernels == "torch":
+        print("rollout.kernels=torch on a GPU: plain torch, for checks; slow", flush=True)
+
+    def tell(text: str) -> None:
+        if context.is_writer:
+            print(text, flush=True)
+
+    return tell
 
 
 def leave_ranks() -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,7 @@ class _WandbRun:
         import wandb
 
         self._run_dir = Path(config.run_dir)
+        self._is_lost = False
         self._is_offline = config.log.wandb == "offline"
         try:
             self._run = wandb.init(
@@ -94,10 +97,21 @@ class _WandbRun:
             self._run.define_metric(f"{family}/*", step_metric=STEP)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log({STEP: step, **values})
+        # Its own count of steps follows the optimizer's, so that a step which a crashed run repeats is the same step.
+        self._unless_lost(lambda: self._run.log({STEP: step, **values}, step=step, commit=True))
 
     def close(self) -> None:
-        self._run.finish()
+        self._unless_lost(self._run.finish)
+
+    def _unless_lost(self, call: Callable[[], None]) -> None:
+        """A scheduler's SIGTERM ends wandb's own process too; the run still has a step and a checkpoint to finish."""
+        if self._is_lost:
+            return
+        try:
+            call()
+        except ConnectionError:
+            self._is_lost = True
+            print("warning: wandb: its process is gone; metrics.jsonl has everything", file=sys.stderr, flush=True)
 
     def where(self) -> str:
         if self._is_offline:

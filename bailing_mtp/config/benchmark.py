@@ -5,36 +5,54 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from .errors import raise_if_any
-from .section import PositiveFloat, PositiveInt
+from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .verbs import RunConfig
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
+Counts = Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)]
+Temperatures = Annotated[tuple[NonNegativeFloat, ...], Field(strict=False, min_length=1)]
+Routings = Annotated[tuple[Literal["uniform", "skewed"], ...], Field(strict=False, min_length=1)]
+Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=False, min_length=1)]
 
 
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
     what: Literal["kernels", "decode", "train"]
-    """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. train: training steps
-    with and without the MTP loss and recompute, and where the time of one goes."""
-    rows: Sizes = (1, 16, 64, 256)
+    """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
+    of the engine, with CUDA graphs. train: training steps with and without the MTP loss and recompute, and where the
+    time of one goes."""
+    rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
-    """Tokens that a step feeds to each sequence: drafts + 1."""
+    """what=kernels: tokens that a step feeds to each sequence: drafts + 1."""
     context_tokens: PositiveInt = 256
-    """Cached positions of each sequence."""
+    """what=kernels: cached positions of each sequence."""
     tokens: Sizes = (8192, 4096, 16384)
-    """train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
+    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
     layers: PositiveInt | None = None
-    """train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
+    """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
     reserve_gb: PositiveFloat = 48.0
-    """train: GiB left to activations where `layers` is null."""
+    """what=train: GiB left to activations where `layers` is null."""
     steps: PositiveInt = 4
-    """train: timed steps; their median is printed."""
+    """what=train: timed steps; their median is printed."""
     replays: PositiveInt = 12
-    """Timed replays of each CUDA graph; their median is printed."""
+    """what=kernels: timed replays of each CUDA graph; their median is printed."""
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
+    drafts: Counts = (0, 1, 2, 3)
+    """what=decode: drafts of a step."""
+    temperatures: Temperatures = (1.0, 0.0)
+    """what=decode: sampling temperatures; 0 = greedy."""
+    prompt_tokens: Sizes = (128, 2048)
+    """what=decode: tokens of every prompt."""
+    new_tokens: PositiveInt = 256
+    """what=decode: tokens of every response."""
+    routing: Routings = ("uniform", "skewed")
+    """what=decode: whether all experts are chosen equally often, or some much more often."""
+    acceptance: Acceptances = ("all", "none")
+    """what=decode: drafts that are kept: all or none of them by force, or those that random weights happen to agree
+    on. Greedy rows always keep their own."""
 
     @model_validator(mode="after")
     def _runs_on_random_weights(self) -> Self:
@@ -43,10 +61,14 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1:
+            if size > 1 and what != "decode":
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
+        if self.what == "decode" and self.drafts[0] != 0:
+            problems.append(
+                f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
+            )
         raise_if_any(problems)
         return self

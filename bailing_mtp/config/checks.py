@@ -112,6 +112,17 @@ def check_eval_depth(eval_depth: int | None, loss_scale: float | None) -> None:
         raise_if_any([f"train.eval_depth: {eval_depth} needs an MTP loss; set mtp.loss_scale, or leave it null"])
 
 
+def check_graphs(*, cuda_graphs: bool, kernels: str) -> None:
+    """Refuse graphs of the torch kernels: some of these read routing on the host."""
+    if cuda_graphs and kernels != "triton":
+        raise_if_any(
+            [
+                f"rollout.cuda_graphs: true needs rollout.kernels=triton, and it is {kernels}; "
+                "or set rollout.cuda_graphs=false"
+            ]
+        )
+
+
 def _no_mtp(checkpoint: str | None) -> str:
     if checkpoint is None:
         return "needs an MTP layer and model.architecture has none; set its num_nextn_predict_layers to 1"

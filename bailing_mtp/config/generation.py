@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from .checks import check_graphs
 from .errors import ConfigError
 from .rollout import RolloutConfig, SamplingConfig
 from .section import Text
@@ -25,6 +26,11 @@ class GenerateConfig(RunConfig):
     """How tokens are drawn."""
     rollout: RolloutConfig = RolloutConfig()
     """The rollout engine."""
+
+    @model_validator(mode="after")
+    def _graphs_have_their_kernels(self) -> Self:
+        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
 
     @model_validator(mode="after")
     def _output_is_not_input(self) -> Self:

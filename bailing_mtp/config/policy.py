@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from .build import show
-from .checks import check_mtp_divisor
+from .checks import check_graphs, check_mtp_divisor
 from .errors import ConfigError
 from .rollout import RlConfig, RolloutConfig, SamplingConfig
 from .training import MtpConfig, OptimConfig, PolicyTrainConfig, PromptDataConfig
@@ -29,6 +29,11 @@ class GrpoConfig(RunConfig):
     """Optimizer and schedule."""
     mtp: MtpConfig = MtpConfig()
     """MTP loss, on response tokens."""
+
+    @model_validator(mode="after")
+    def _graphs_have_their_kernels(self) -> Self:
+        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -78,6 +83,15 @@ class GrpoConfig(RunConfig):
         if (path is None) != (every is None):
             raise ConfigError(
                 f"data.valid_path: {show(path)} with train.eval_every={show(every)}; give both, or leave both null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _carries_something(self) -> Self:
+        if self.rl.carry_limit is not None and self.rl.oversample == 1:
+            raise ConfigError(
+                f"rl.carry_limit: {self.rl.carry_limit} limits what rl.oversample=1 never does; use null, or "
+                "an rl.oversample above 1"
             )
         return self
 

@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     keep_memory: bool = False
     """Keep caches and graphs between rollouts instead of handing their memory to training."""
     cuda_graphs: bool = False
-    """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one."""
+    """Replay one CUDA graph per (rows, drafts) instead of launching kernels one by one; needs kernels=triton."""
     kernels: Literal["torch", "triton"] = "torch"
     """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
     Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
@@ -109,7 +109,11 @@ class RlConfig(Section):
     routing_replay: bool = False
     """Train with the experts that the rollout chose, but for the MTP layer and the reference model."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Prompts rolled out / prompts trained; the slowest are cancelled."""
+    """Prompts under way / prompts trained. Above 1 a rollout ends when prompts_per_rollout prompts have all their
+    samples; the others go on in the next one, their tokens with the log-probabilities that drew them. Which end first
+    depends on parallel.* and rollout.max_running."""
+    carry_limit: PositiveInt | None = None
+    """Rollouts that an over-sampled prompt may be carried over; the next one waits for it. null = any number."""
     samples_kept: NonNegativeInt = 16
     """Samples of every rollout that are written to <run_dir>/rollouts, with their rewards; 0 = none."""
 

@@ -21,9 +21,7 @@ class Option:
     path: str
     """Dotted key."""
     value: object
-    """The value that asks for the backend; ANY = every value but null and `plain`."""
-    plain: object = None
-    """The value that asks for nothing, where `value` is ANY."""
+    """The value that asks for the backend; ANY = every value but null."""
     instead: str = ""
     """Values of the key that need nothing; empty = there are none."""
     module: str | None = None
@@ -74,14 +72,20 @@ OPTIONS = (
         supported=False,
     ),
     Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
-    Option(path="rollout.kernels", value="triton", instead="torch", needs_gpu=True, supported=False),
-    Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True, supported=False),
+    Option(
+        path="rollout.kernels",
+        value="triton",
+        instead="torch",
+        module="triton",
+        install="pip install triton",
+        needs_gpu=True,
+    ),
+    Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True),
     Option(path="rollout.adaptive", value=True, instead="false", supported=False),
     Option(path="rollout.draft_vocabulary", value=ANY, instead="null", supported=False),
     Option(path="what", value="kernels", needs_gpu=True),
-    Option(path="what", value="decode", instead="kernels", supported=False),
+    Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
-    Option(path="rl.oversample", value=ANY, plain=1.0, instead="1.0", supported=False),
 )
 
 
@@ -100,7 +104,7 @@ def check_backends(
     problems = []
     for option in OPTIONS:
         value = _value_at(config, option.path)
-        if value is None or option.value not in (ANY, value) or (option.value is ANY and value == option.plain):
+        if value is None or option.value not in (ANY, value):
             continue
         reason = _reason(option, has_gpu, installed)
         if reason:

@@ -10,4 +10,4 @@ class WeightsClock:
     """Counts optimizer steps; the trainer advances it, a published view compares itself with it."""
 
     trained: int = 0
-    """Optimizer steps since the weights were loaded."""
+    """Optimizer steps since the run began."""

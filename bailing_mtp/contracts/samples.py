@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "unfinished"]
+"""unfinished: the rollout ended before the response did."""
 MAX_SEED = 2**32 - 1
 
 
@@ -63,6 +64,8 @@ class Prompt:
     samples_per_prompt: int = 1
     record: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     """The data line the prompt came from, handed through."""
+    number: int | None = None
+    """Which of its loader's prompts it is; handed through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +98,30 @@ class RolloutGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class PartialGroup:
+    """A prompt under way, from one rollout to the next, with what its samples have so far.
+
+    An unfinished sample goes on from its last token, which stands in no cache yet; its earlier tokens are prefilled
+    again under the weights that are then in force, and every token keeps the version that drew it.
+    """
+
+    prompt: Prompt
+    rollout_step: int
+    """Rollout that the prompt began in, the second word of its noise key. It stays: the noise of a position past the
+    last token has not decided anything yet, so that the sample may draw with it, whatever the weights are then."""
+    samples: tuple[Sample, ...] = ()
+    """In sample order; none before the first rollout."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Every sample has ended."""
+        return len(self.samples) == self.prompt.samples_per_prompt and not self.unfinished
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Sample indices that have to go on, or to begin."""
+        ended = {sample.sample_index for sample in self.samples if sample.finish_reason != "unfinished"}
+        return tuple(index for index in range(self.prompt.samples_per_prompt) if index not in ended)

@@ -7,8 +7,9 @@ The sequence is a function of (prompts, seed) alone; every rank draws all of it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,14 +87,27 @@ class PromptLoader:
         """Draws so far, which is the number of the next rollout: a part of the noise key."""
         return self._rollouts
 
-    def draw(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, numbered from 0."""
+    def draw(self, n: int, taken: Collection[int] = ()) -> list[Prompt]:
+        """The next `n` prompts, with the indices 0, 1, ... that are not `taken` by prompts of earlier rollouts."""
         self._rollouts += 1
-        return [self._next(index) for index in range(n)]
+        free = (index for index in itertools.count() if index not in taken)
+        return [self._next(index) for index in itertools.islice(free, n)]
+
+    def prompt(self, number: int, index: int) -> Prompt:
+        """Prompt `number` of all, as it is when drawn with this index."""
+        item = self._items[number]
+        return Prompt(
+            prompt_ids=item.token_ids,
+            index=index,
+            sampling=self._sampling,
+            samples_per_prompt=self._samples_per_prompt,
+            record=item.record,
+            number=number,
+        )
 
     def all(self) -> list[Prompt]:
         """Every prompt once, in the order of the source; moves nothing."""
-        return [self._prompt(item, index) for index, item in enumerate(self._items)]
+        return [self.prompt(number, number) for number in range(len(self._items))]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence stands, as JSON values; the same on every rank."""
@@ -115,18 +129,8 @@ class PromptLoader:
         if self._offset == len(self._items):
             self._epoch, self._offset = self._epoch + 1, 0
             self._order = self._shuffled(self._epoch)
-        item = self._items[self._order[self._offset]]
         self._offset += 1
-        return self._prompt(item, index)
-
-    def _prompt(self, item: _Item, index: int) -> Prompt:
-        return Prompt(
-            prompt_ids=item.token_ids,
-            index=index,
-            sampling=self._sampling,
-            samples_per_prompt=self._samples_per_prompt,
-            record=item.record,
-        )
+        return self.prompt(int(self._order[self._offset - 1]), index)
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         key = np.random.SeedSequence((self._identity["seed"], epoch))

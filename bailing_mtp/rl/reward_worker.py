@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
 import traceback
+from types import FrameType
 from typing import Any, BinaryIO
 
 from bailing_mtp.errors import UserError
@@ -46,6 +48,10 @@ def main(name: str) -> None:
     # What a reward prints must not get between the frames.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    # A scheduler's signals reach every process of a job; what they mean is the trainer's business. Not ignored but
+    # handled, since programs that a reward starts would inherit the first.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _go_on)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         reward = resolve(name)
@@ -55,6 +61,10 @@ def main(name: str) -> None:
     _reply(replies, {"ready": True})
     while (body := read_frame(sys.stdin.buffer)) is not None:
         _reply(replies, _judge(reward, pickle.loads(body)))
+
+
+def _go_on(number: int, frame: FrameType | None) -> None:
+    """The pool ends this process, by SIGKILL."""
 
 
 def _judge(reward: Reward, sample: dict[str, Any]) -> dict[str, Any]:

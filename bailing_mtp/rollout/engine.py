@@ -1,7 +1,8 @@
 """The rollout engine: prompts in, samples out, on the trainer's own weights.
 
 A replica is one tensor-parallel group. Replica r of n takes prompts r, r + n, ... of a rollout; the replicas of one
-expert-parallel group (ep > tp) run in lock step and end together.
+expert-parallel group (ep > tp) run in lock step and end together. Where a rollout ends when enough groups are
+complete, all replicas end together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bailing_mtp.config import RolloutConfig
-from bailing_mtp.contracts.samples import Prompt, RolloutGroup, Sample
+from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, Sample
 from bailing_mtp.errors import UserError
 from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
@@ -32,15 +33,19 @@ from bailing_mtp.rollout.runner import Runner
 from bailing_mtp.rollout.scheduler import Scheduler
 from bailing_mtp.rollout.session import RolloutSession
 from bailing_mtp.rollout.stats import RolloutStats
+from bailing_mtp.rollout.tally import Advanced, Tally, part
 from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.view import WeightsView
 
 MAX_TEMPLATES = 8
 """Shared prompts that wait prefilled for their samples to be forked."""
+AGREE_STEPS = 8
+"""Steps between two counts of complete groups over several replicas."""
 
 
 class RolloutEngine:
-    """Rollouts of one model: whole ones by `generate`, or request by request in a session from `open`."""
+    """Rollouts of one model: whole ones by `generate`, over-sampled ones by `advance`, or request by request in a
+    session from `open`."""
 
     def __init__(
         self,
@@ -52,20 +57,22 @@ class RolloutEngine:
         tell: Callable[[str], None] = logger.info,
         make_capturer: Callable[[torch.device], Capturer] = CudaCapturer,
         records_routes: bool = False,
+        kernels: ModuleType | None = None,
     ) -> None:
         """view_source: gives the weights as they are when a rollout begins. tokenizer: ends responses at its
         end-of-text ids, and finds stop strings. tell: gets a line for each wait at the start, such as captures.
-        records_routes: samples bring the experts of their tokens. Collective."""
+        records_routes: samples bring the experts of their tokens. kernels: decode kernels in place of those that the
+        config names. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
         self._tokenizer, self._drafter = tokenizer, drafter or MtpDrafter()
         self._tell, self._make_capturer = tell, make_capturer
         self._records_routes = records_routes
-        self._kernels = _decode_kernels(config.kernels)
+        self._kernels = kernels or _decode_kernels(config.kernels)
         self._lockstep = Lockstep(context)
         self._memory: RolloutMemory | None = None
         self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
-        """Of the last rollout by `generate`, over all replicas."""
+        """Of the last rollout by `generate` or `advance`, over all replicas."""
 
     @property
     def memory_bytes(self) -> int:
@@ -75,6 +82,11 @@ class RolloutEngine:
             return 0
         graphs = self._steps.graphs
         return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the memory held now: bytes of one running row without its latents; 0 where none is held."""
+        return 0 if self._memory is None else self._memory.plan.slot_bytes
 
     def generate(
         self,
@@ -89,30 +101,79 @@ class RolloutEngine:
         `on_sample` see this replica's part, as it comes. UserError, before anything runs, for a prompt that
         could not run or a rollout.memory_gb that is too little.
         """
-        if not prompts:
-            return []
-        mine = prompts[self._context.dp_rank :: self._context.dp]
+        groups = [PartialGroup(prompt, rollout_step) for prompt in prompts]
+        return self.advance(groups, len(groups), progress=progress, on_sample=on_sample).complete
+
+    def advance(
+        self,
+        groups: Sequence[PartialGroup],
+        enough: int,
+        required: frozenset[int] = frozenset(),
+        progress: Callable[[RolloutStats], None] | None = None,
+        on_sample: Callable[[Sample], None] | None = None,
+    ) -> Advanced:
+        """Take groups further until `enough` of them are complete, the `required` ones (prompt indices) among them.
+
+        Groups are served in their order. Those beyond `enough`, and all that are not complete, are handed back as
+        they are, for a later call, on every rank alike. Which groups are complete first depends on the layout of
+        ranks and on rollout.max_running; on nothing that is measured. Otherwise as `generate`.
+        """
+        assert enough <= len(groups), f"{enough} of {len(groups)} groups"
+        if not groups:
+            return Advanced([], [])
+        prompts = [group.prompt for group in groups]
         limits = self._limits(prompts)
         self._check(prompts, limits)
-        samples: list[Sample] = []
-        session = self.open(limits, rollout_step)
+        open_groups = [group for group in groups if not group.is_complete]
+        tally = Tally(open_groups[self._context.dp_rank :: self._context.dp], required, on_sample)
+        session = self.open(limits)
         try:
-            for prompt in mine:
-                session.submit(prompt)
-            while session.step():
-                for sample in session.take():
-                    samples.append(sample)
-                    if on_sample is not None:
-                        on_sample(sample)
-                if progress is not None:
-                    progress(session.stats)
+            for group in tally.groups:
+                session.resume(group)
+            # Where all are wanted a rollout ends by itself, and no replica has to wait for another.
+            missing = None if enough == len(groups) else enough - (len(groups) - len(open_groups))
+            unfinished = self._run(session, tally, missing, progress)
         finally:
             self.close()
         self.stats = session.stats.joined(self._context.sum_over_dp)
-        return self._gather(prompts, samples)
+        parts = self._gather((tally.ended, unfinished))
+        ended = [pair for mine, _ in parts for pair in mine]
+        return part(groups, ended, [sample for _, rest in parts for sample in rest], enough, required)
+
+    def _run(
+        self,
+        session: RolloutSession,
+        tally: Tally,
+        missing: int | None,
+        progress: Callable[[RolloutStats], None] | None,
+    ) -> list[Sample]:
+        """Step until `missing` groups of all replicas are complete; returns the samples that have not ended."""
+        n_steps, is_busy = 0, True
+        while self._goes_on(tally, missing, is_busy):
+            for _ in range(1 if self._context.dp == 1 else AGREE_STEPS):
+                is_busy = session.step()
+                if not is_busy:
+                    break
+                n_steps += 1
+                tally.add(session.take(), n_steps)
+                if progress is not None:
+                    progress(session.stats)
+        unfinished = session.suspend()
+        tally.add(session.take(), n_steps)
+        return unfinished
+
+    def _goes_on(self, tally: Tally, missing: int | None, is_busy: bool) -> bool:
+        """The same on every rank if groups are counted: a replica without work then waits for the others."""
+        if missing is None:
+            return is_busy
+        counts: Sequence[float] = (tally.n_complete, tally.n_required_open, is_busy)
+        if self._context.dp > 1:
+            counts = self._context.sum_over_dp(counts)
+        n_complete, n_required_open, n_busy = counts
+        return n_busy > 0 and (n_complete < missing or n_required_open > 0)
 
     def open(self, limits: Limits, rollout_step: int = 0) -> RolloutSession:
-        """Take memory and the current weights. `close` gives the memory back.
+        """Take memory and the current weights. `close` gives the memory back. rollout_step: of submitted prompts.
 
         Raises ValueError if drafts are asked for and the weights have no MTP layer, UserError if
         rollout.memory_gb is too little.
@@ -132,11 +193,11 @@ class RolloutEngine:
         )
         prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
         program = Program(view, memory, context, self._kernels, prefills, self._records_routes)
-        steps = self._bound_steps(program, limits, rollout_step)
+        steps = self._bound_steps(program, limits)
         fixed_reach = self._kernels is not torch_kernels
         runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
         return RolloutSession(
-            runner, scheduler, self._lockstep, limits, self._tokenizer, config.speculative_tokens
+            runner, scheduler, self._lockstep, limits, self._tokenizer, config.speculative_tokens, rollout_step
         )
 
     def close(self) -> None:
@@ -199,7 +260,7 @@ class RolloutEngine:
             self._memory = RolloutMemory(plan, context.device)
         return self._memory
 
-    def _bound_steps(self, program: Program, limits: Limits, rollout_step: int) -> DecodeSteps:
+    def _bound_steps(self, program: Program, limits: Limits) -> DecodeSteps:
         """The steps of this rollout; their graphs are those of the last one if memory and weights are."""
         if self._steps is None:
             graphs = None
@@ -210,21 +271,16 @@ class RolloutEngine:
             self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs, program.route_format)
         if self._steps.graphs is not None:
             self._steps.graphs.require_addresses([tensor.data_ptr() for tensor in program.view.tensors()])
-        self._steps.bind(program, self._drafter, self._context.tp_group, rollout_step)
+        self._steps.bind(program, self._drafter, self._context.tp_group)
         return self._steps
 
-    def _gather(self, prompts: Sequence[Prompt], samples: list[Sample]) -> list[RolloutGroup]:
-        everyone: list[Any] = [samples]
+    def _gather(self, mine: Any) -> list[Any]:
+        """What every replica has, on every rank."""
+        everyone: list[Any] = [mine]
         if self._context.dp > 1:
             everyone = [None] * self._context.dp
-            dist.all_gather_object(everyone, samples, group=self._context.dp_group)
-        by_prompt: dict[int, list[Sample]] = {prompt.index: [] for prompt in prompts}
-        for sample in (sample for part in everyone for sample in part):
-            by_prompt[sample.prompt_index].append(sample)
-        return [
-            RolloutGroup(prompt, tuple(sorted(by_prompt[prompt.index], key=lambda s: s.sample_index)))
-            for prompt in prompts
-        ]
+            dist.all_gather_object(everyone, mine, group=self._context.dp_group)
+        return everyone
 
 
 def _decode_kernels(name: str) -> ModuleType:

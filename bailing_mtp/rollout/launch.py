@@ -1,7 +1,7 @@
 """Decode steps as launches of fixed shape: what changes from step to step stands in tensors that stay where they are.
 
-A step reads its rows' slots and the rollout step from here, runs draft, verify, accept, refresh, stop and cap
-logic, commits, and leaves its output here, packed. Eager or as a replayed graph it is one function.
+A step reads its rows' slots from here, runs draft, verify, accept, refresh, stop and cap logic, commits,
+and leaves its output here, packed. Eager or as a replayed graph it is one function.
 
 Shapes: n rows of a step, W words of a packed row.
 """
@@ -35,21 +35,14 @@ class DecodeSteps:
         record them, None = not at all."""
         self.memory, self.graphs, self._routes = memory, graphs, routes
         self._slots = torch.full((max_rows,), memory.scratch_slot, device=memory.device)
-        self._rollout_step = torch.zeros((), dtype=torch.int64, device=memory.device)
         words = max_rows * packed_words(memory.plan.records, routes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self._named: list[int] = []
 
-    @property
-    def rollout_step(self) -> torch.Tensor:
-        """int64 scalar, part of the noise key."""
-        return self._rollout_step
-
-    def bind(self, program: Program, drafter: Drafter, group: Group, rollout_step: int) -> None:
-        """The weights and the noise of the next rollout."""
+    def bind(self, program: Program, drafter: Drafter, group: Group) -> None:
+        """The weights of the next rollout."""
         assert program.route_format == self._routes, f"{program.route_format}, room for {self._routes}"
         self._program, self._drafter, self._group = program, drafter, group
-        self._rollout_step.fill_(rollout_step)
 
     def launch(self, slots: Sequence[int], shape: StepShape) -> Pending:
         """Queue one step of the rows in `slots`; the rest of the shape's rows are padding."""
@@ -74,6 +67,6 @@ class DecodeSteps:
     @torch.no_grad()
     def _run(self, shape: StepShape) -> None:
         n, k, rules = shape
-        rows = StepRows.read(self.memory, self._slots[:n], self._rollout_step, rules, self._group)
+        rows = StepRows.read(self.memory, self._slots[:n], rules, self._group)
         packed_nW = pack(decode_step(self._program, self.memory, self._drafter, rows, k))
         self._packed[: packed_nW.numel()].copy_(packed_nW.flatten())

@@ -177,7 +177,7 @@ class MemoryPlan:
             *[((n,), torch.bool)] * 2,
             ((n, self.max_stops), i32),
             ((n, self.max_suppressed), i32),
-            *[((n,), i32)] * 2,
+            *[((n,), i32)] * 3,
             ((n,), torch.int64),
         ]
 
@@ -247,6 +247,8 @@ class SlotState:
     """int32, part of the noise key."""
     sample_index: Tensor
     """int32, part of the noise key."""
+    rollout_step: Tensor
+    """int32, part of the noise key: the rollout that the request began in."""
     seed: Tensor
     """int64, part of the noise key."""
 
@@ -265,6 +267,8 @@ class RolloutMemory:
         cache = (plan.n_mla, plan.n_blocks + 1, plan.block_tokens, plan.latent_dim)
         self.latents_LBbx = torch.zeros(cache, dtype=plan.dtype, device=device)
         """Normalised latent | rotated key of each position, per MLA layer."""
+        self.rope_P: Tensor | None = None
+        """Rotations of all positions, left by the first program: graphs hold its address as that of all else here."""
         rows = plan.n_slots + 1
         self.kda = KdaMemory(*(torch.zeros(s, dtype=d, device=device) for s, d in plan.kda_shapes(rows)))
         self.slots = SlotState(*(torch.zeros(s, dtype=d, device=device) for s, d in plan.slot_shapes(rows)))
@@ -283,19 +287,21 @@ class RolloutMemory:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor owned."""
-        return [self.latents_LBbx, *vars(self.kda).values(), *vars(self.slots).values()]
+        rope = [] if self.rope_P is None else [self.rope_P]
+        return [self.latents_LBbx, *rope, *vars(self.kda).values(), *vars(self.slots).values()]
 
     def release(self) -> None:
         """Give all memory back; the object is then of no more use."""
-        del self.latents_LBbx, self.kda, self.slots
+        del self.latents_LBbx, self.rope_P, self.kda, self.slots
 
     def reset_slot(self, slot: int) -> None:
         """Forget the sequence and the request of a slot. Its blocks are not touched."""
         for by_slot in self.kda.by_slot():
-            by_slot[slot] = 0
+            by_slot[slot].zero_()
         for name, tensor in vars(self.slots).items():
-            tensor[slot] = _EMPTY.get(name, 0)
-        self.slots.block_table_NM[slot] = self.scratch_block
+            # Filled in place, as in commit: an assigned number would wait for the device.
+            tensor[slot].fill_(_EMPTY.get(name, 0))
+        self.slots.block_table_NM[slot].fill_(self.scratch_block)
 
     def copy_slot(self, source: int, target: int) -> None:
         """Continue the sequence of one slot in another; see copy_slots."""

@@ -71,8 +71,9 @@ class Program:
         self.latent = LatentAttention(view.arch, kernels, prefill_kernels)
         self._indexed = _with_cache_index(view.layers)
         self.route_format = RouteFormat.of(view.arch) if records_routes else None
-        position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
-        self.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
+        if memory.rope_P is None:
+            position_P = torch.arange(memory.plan.capacity_tokens, device=memory.device)
+            memory.rope_P = kernels.rope_table(position_P, view.arch.qk_rope_head_dim, view.arch.rope_theta)
 
     def new_record(self) -> RouteRecord | None:
         """An empty record for one pass of the trunk, None where routes are not recorded."""
@@ -200,7 +201,7 @@ class _StepRows:
         return self.program.latent.step(
             layer.mixer,
             x_RH,
-            self.program.rope_P,
+            memory.rope_P,
             memory.latents_LBbx[index],
             self.block_table_nM,
             self.position_n,

@@ -16,6 +16,9 @@ from bailing_mtp.rollout.sequences import Row
 from bailing_mtp.rollout.stops import StopStrings
 from bailing_mtp.rollout.transfer import to_device
 
+_RECORDED = ("logprobs", "processed_logprobs", "kept_logmass", "versions")
+"""Lists of a request, one entry per response token, that its sample hands on."""
+
 
 class TextTokenizer(Protocol):
     """What the engine asks of a tokenizer."""
@@ -48,6 +51,7 @@ class Request:
     """One response on its way."""
 
     prompt: Prompt
+    rollout_step: int
     row: Row
     stop_ids: tuple[int, ...]
     stop_strings: StopStrings | None
@@ -55,6 +59,13 @@ class Request:
     processed_logprobs: list[float] = field(default_factory=list)
     kept_logmass: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def go_on(self, sample: Sample) -> None:
+        """Take what an earlier rollout recorded of this response; the row has its tokens already."""
+        for name in _RECORDED:
+            getattr(self, name).extend(getattr(sample, name) or ())
+        if self.stop_strings is not None:
+            self.stop_strings.add(sample.response_ids)
 
     def sample(
         self, finish_reason: FinishReason, error: str | None = None, routes: np.ndarray | None = None
@@ -145,6 +156,7 @@ def write_settings(memory: RolloutMemory, requests: Sequence[Request]) -> None:
         "error": [False] * len(requests),
         "prompt_index": [request.prompt.index for request in requests],
         "sample_index": [request.row.sample_index for request in requests],
+        "rollout_step": [request.rollout_step for request in requests],
         "seed": [s.seed for s in settings],
         "stop_ids_Nx": [_padded(r.stop_ids, memory.plan.max_stops) for r in requests],
         "suppress_ids_Nx": [_padded(s.suppress_token_ids, memory.plan.max_suppressed) for s in settings],

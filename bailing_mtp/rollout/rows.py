@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bailing_mtp.kernels.reference.noise import NoiseKeys
@@ -33,10 +32,7 @@ class StepRows:
     """The tensor-parallel group."""
 
     @staticmethod
-    def read(
-        memory: RolloutMemory, slots_n: Tensor, rollout_step: Tensor, rules: StepRules, group: Group
-    ) -> StepRows:
-        """rollout_step: int64 scalar on the device, the second word of the noise key."""
+    def read(memory: RolloutMemory, slots_n: Tensor, rules: StepRules, group: Group) -> StepRows:
         state = memory.slots
         settings = RowSettings(
             temperature=state.temperature[slots_n],
@@ -47,10 +43,9 @@ class StepRows:
             stop_ids=state.stop_ids_Nx[slots_n],
             suppress_ids=state.suppress_ids_Nx[slots_n],
         )
-        seed_n = state.seed[slots_n]
         keys = NoiseKeys(
-            seed=seed_n,
-            step=torch.zeros_like(seed_n) + rollout_step,
+            seed=state.seed[slots_n],
+            step=state.rollout_step[slots_n].long(),
             prompt_index=state.prompt_index[slots_n].long(),
             sample_index=state.sample_index[slots_n].long(),
         )

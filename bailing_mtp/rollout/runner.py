@@ -127,7 +127,7 @@ class Runner:
         known_m = to_device(known + [-1] * idle, device)
         slots = [row.slot for row, _ in starters] + [self.memory.scratch_slot] * idle
         self._reach([row for row, _ in starters], ahead=1)
-        rows = StepRows.read(self.memory, to_device(slots, device), self.steps.rollout_step, rules, self.group)
+        rows = StepRows.read(self.memory, to_device(slots, device), rules, self.group)
         return Pending(pack(first_step(self.program, self.memory, rows, hidden_mH, known_m)))
 
     def decode(self, running: Sequence[Row], padded: int, rules: StepRules, drafts: int) -> Pending | None:

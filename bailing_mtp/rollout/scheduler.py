@@ -9,7 +9,7 @@ youngest sequence gives up its own and is prefilled again later.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from bailing_mtp.rollout.blocks import BlockPool, blocks_for
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Plan, Row
@@ -44,14 +44,28 @@ class Scheduler:
 
     def submit(self, prompt_ids: tuple[int, ...], n_samples: int, max_new_tokens: int) -> list[Row]:
         """Queue `n_samples` responses to one prompt."""
+        return self.resume(prompt_ids, {index: () for index in range(n_samples)}, max_new_tokens)
+
+    def resume(
+        self, prompt_ids: tuple[int, ...], responses: Mapping[int, Sequence[int]], max_new_tokens: int
+    ) -> list[Row]:
+        """Queue responses to one prompt: sample index, ascending -> tokens so far.
+
+        Those that have tokens wait as preempted rows do; the others share a prefill.
+        """
         order, self._orders = self._orders, self._orders + 1
         rows = [
-            Row(order, sample_index=i, prompt_ids=prompt_ids, max_new_tokens=max_new_tokens)
-            for i in range(n_samples)
+            Row(order, sample_index=i, prompt_ids=prompt_ids, max_new_tokens=max_new_tokens, response=list(tokens))
+            for i, tokens in responses.items()
         ]
         needed = blocks_for(rows[0].limit_tokens, self._block_tokens)
         assert needed <= self.pool.n_blocks, f"{needed} blocks needed, {self.pool.n_blocks} exist"
-        self._wait(rows[0] if n_samples == 1 else Group(order, rows=rows, unforked=list(rows)))
+        fresh = [row for row in rows if not row.response]
+        if len(fresh) > 1:
+            self._wait(Group(order, rows=rows, unforked=fresh))
+        for row in rows:
+            if row.response or len(fresh) == 1:
+                self._wait(row)
         return rows
 
     @property

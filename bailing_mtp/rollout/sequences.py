@@ -66,7 +66,7 @@ class Group(Sequence):
 
     @property
     def key(self) -> tuple[int, int]:
-        return (self.order, len(self.rows))
+        return (self.order, self.rows[-1].sample_index + 1)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

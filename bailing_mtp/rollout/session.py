@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bailing_mtp.contracts.samples import FinishReason, Prompt, Sample
+from bailing_mtp.contracts.samples import FinishReason, PartialGroup, Prompt, Sample
 from bailing_mtp.errors import UserError
 from bailing_mtp.rollout.distribution import StepRules
 from bailing_mtp.rollout.flights import Flights, Landed
@@ -48,10 +48,11 @@ class RolloutSession:
         limits: Limits,
         tokenizer: TextTokenizer | None,
         drafts: int,
+        rollout_step: int,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._lockstep, self._flights = lockstep, Flights(runner.program.route_format)
-        self._tokenizer, self._drafts = tokenizer, drafts
+        self._tokenizer, self._drafts, self._rollout_step = tokenizer, drafts, rollout_step
         self._rules = StepRules()
         self._view = runner.program.view
         self._requests: dict[Row, Request] = {}
@@ -61,23 +62,44 @@ class RolloutSession:
 
     def submit(self, prompt: Prompt) -> None:
         """Queue a prompt's samples. UserError for a request that could not run."""
-        check_prompt(prompt, self._tokenizer, self._view.arch.vocab_size, self._limits)
+        self.resume(PartialGroup(prompt, self._rollout_step))
+
+    def resume(self, group: PartialGroup) -> None:
+        """Queue those samples of a prompt that have not ended. UserError for a request that could not run."""
+        prompt, tokenizer = group.prompt, self._tokenizer
+        check_prompt(prompt, tokenizer, self._view.arch.vocab_size, self._limits)
         if prompt.index in self._rows:
             raise UserError(f"prompt {prompt.index}: was submitted before; allowed: another index")
-        sampling, tokenizer = prompt.sampling, self._tokenizer
-        rows = self._scheduler.submit(prompt.prompt_ids, prompt.samples_per_prompt, sampling.max_new_tokens)
+        begun = {sample.sample_index: sample for sample in group.samples}
+        responses = {index: begun[index].response_ids if index in begun else () for index in group.unfinished}
+        sampling = prompt.sampling
+        rows = self._scheduler.resume(prompt.prompt_ids, responses, sampling.max_new_tokens)
         self._rows[prompt.index] = rows
         self._rules = self._rules.joined(rules_of(sampling))
         stop_ids = stop_ids_of(prompt, tokenizer)
         for row in rows:
             watch = StopStrings(sampling.stop_strings, tokenizer.decode) if sampling.stop_strings else None
-            self._requests[row] = Request(prompt, row, stop_ids, watch)
+            request = self._requests[row] = Request(prompt, group.rollout_step, row, stop_ids, watch)
+            if row.response:
+                request.go_on(begun[row.sample_index])
 
     def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
         """End one sample of a prompt, or all of them, wherever they are; what they have is their response."""
         for row in self._rows[prompt_index]:
             if sample_index in (None, row.sample_index) and row.state != "done":
                 self._finish(row, "cancelled")
+
+    def suspend(self) -> list[Sample]:
+        """End the session between two steps: all samples that have not ended, as they are, queued ones too.
+
+        What is launched is read first; samples that end with it are left to `take`.
+        """
+        self.drain()
+        rest = [request.sample("unfinished") for request in self._requests.values()]
+        for row in self._requests:
+            self._scheduler.finish(row)
+        self._requests.clear()
+        return rest
 
     def finished(self) -> bool:
         """Whether this replica has nothing left to do."""

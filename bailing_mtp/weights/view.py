@@ -114,7 +114,7 @@ class WeightsView:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor, in a fixed order."""
-        return _tensors(self)
+        return tensors_of(self)
 
     def require_current(self) -> None:
         """Raises StaleWeights when an optimizer step has changed the weights under this view."""
@@ -125,13 +125,14 @@ class WeightsView:
             )
 
 
-def _tensors(node: object) -> list[Tensor]:
+def tensors_of(node: object) -> list[Tensor]:
+    """Every tensor of a view or of a part of one, in a fixed order."""
     if isinstance(node, Tensor):
         return [node]
     if isinstance(node, tuple):
-        return [tensor for part in node for tensor in _tensors(part)]
+        return [tensor for part in node for tensor in tensors_of(part)]
     is_weights = is_dataclass(node) and type(node).__name__.endswith(("Weights", "View"))
-    return [tensor for part in fields(node) for tensor in _tensors(getattr(node, part.name))] if is_weights else []
+    return [tensor for part in fields(node) for tensor in tensors_of(getattr(node, part.name))] if is_weights else []
 
 
 def publish(trunk: nn.Module, mtp: nn.Module | None, shard: Shard, clock: WeightsClock) -> WeightsView:

@@ -7,6 +7,7 @@ Its argument is the run directory; the last line that it prints is JSON.
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from bailing_mtp.kernels.triton import decode
 from recipes.bench_case import Draw, Workload
 from recipes.bench_floors import Floors
 from recipes.bench_kernels import kernel_cases
-from recipes.benchmark import measure
+from recipes.bench_kernels_run import run_kernels
 from tests.benchmark.sizes import SMALLEST, config_of, smallest
 
 
@@ -59,5 +60,6 @@ if __name__ == "__main__":
     )  # fmt: skip
     broken = SimpleNamespace(**{name: wrong(name) for name in decode.__all__})
     with torch.no_grad():
-        measure(config, torch.device("cpu"), three_microseconds, {"device": "none"})
+        target = Path(config.run_dir) / "benchmark.json"
+        run_kernels(config, torch.device("cpu"), three_microseconds, {"device": "none"}, target)
         print(json.dumps(errors(broken, 3, 1)))

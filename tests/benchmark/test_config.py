@@ -15,10 +15,10 @@ from tests.benchmark.sizes import config_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_defaults_are_the_real_model_at_four_batch_sizes():
+def test_defaults_are_the_real_model_at_seven_batch_sizes():
     config = config_of("what=kernels")
     assert config.model.name == "ling3_tiny" and config.model.dtype == "bf16"
-    assert (config.rows, config.fed_tokens, config.replays) == ((1, 16, 64, 256), (1, 3), 12)
+    assert (config.rows, config.fed_tokens, config.replays) == ((1, 4, 8, 16, 32, 64, 256), (1, 3), 12)
     assert config_of("what=kernels", "rows=[2,5]", "fed_tokens=[4]").rows == (2, 5)
 
 
@@ -33,6 +33,9 @@ def test_defaults_are_the_real_model_at_four_batch_sizes():
         (["what=kernels", "context_tokens=2"], "context_tokens: 2 must be at least 3, the most of fed_tokens"),
         (["what=kernels", "parallel.tp=2"], "parallel.tp: 2 is not allowed; what=kernels runs on one GPU"),
         (["what=kernels", "checkpoint.load=hf"], "checkpoint.load: is not read by what=kernels"),
+        (["what=decode", "drafts=[1,2]"], "drafts: [1, 2] must begin with 0, plain decoding"),
+        (["what=decode", "drafts=[0,-1]"], "drafts.1: -1 is not allowed"),
+        (["what=decode", "routing=[random]"], "routing.0: 'random' is not allowed"),
         (["what=kernels", "model=checkpoint"], "model.architecture: null needs"),
     ],
 )
@@ -40,13 +43,6 @@ def test_mistakes_are_named(arguments: list[str], line: str):
     with pytest.raises(ConfigError) as caught:
         config_of(*arguments)
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(line)
-
-
-@pytest.mark.parametrize("what", ["decode"])
-def test_what_is_not_built_yet_is_refused_by_name(what: str):
-    with pytest.raises(ConfigError) as caught:
-        check_backends(config_of(f"what={what}"), has_gpu=True)
-    assert caught.value.problems == (f"what: '{what}' is not supported by this version; allowed: kernels",)
 
 
 def test_a_gpu_is_all_that_kernels_needs():

@@ -27,8 +27,10 @@ class Clock:
         Clock.now += 1
         self.at = Clock.now
 
-    def synchronize(self) -> None:
+    def synchronize(self, *_: object) -> None:
         pass
+
+    wait = synchronize
 
     def elapsed_time(self, later: "Clock") -> float:
         return float(later.at - self.at)
@@ -60,7 +62,8 @@ def _config(*arguments: str):
 
 def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
     config = _config("model.experts=grouped")
-    monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: smallest()))
+    arch = smallest()
+    monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: arch))
     bench_train_run.run_train(config, {"device": "none"}, tmp_path / "benchmark.json")
     content = json.loads((tmp_path / "benchmark.json").read_text())
     wanted = [(x.name, x.recompute, x.tokens) for x in bench_train.arms((64, 32))]
@@ -71,8 +74,8 @@ def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytes
     # One millisecond between the start and the end of a run.
     assert (figure["step_ms"], figure["peak_gib"]) == (1.0, 3.0)
     assert figure["tokens_per_second"] == pytest.approx(64 / 1e-3)
-    batch = bench_train.pack(smallest(), 64, 1.0)
-    expected = training_flops(smallest()).of([batch]) / 1e-3
+    batch = bench_train.pack(arch, 64, 1.0)
+    expected = training_flops(arch).of([batch]) / 1e-3
     assert figure["model_tflops_per_s"] == pytest.approx(expected / 1e12)
     assert figure["mfu"] == pytest.approx(expected / 989e12)
     assert set(content["parts_ms"]) == {

@@ -113,6 +113,48 @@ def test_a_run_with_a_checkpoint_continues_and_says_what_changed(
         prepared(f"run_dir={run_dir}", "checkpoint.resume=never")
 
 
+def test_a_job_that_died_before_its_first_checkpoint_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run_dir = tmp_path / "run"
+
+    def start(job: str, restarts: int, *arguments: str) -> str:
+        monkeypatch.setenv("RUN_JOB", job)
+        monkeypatch.setenv("RUN_RESTARTS", str(restarts))
+        prepared(f"run_dir={run_dir}", *arguments)
+        return capsys.readouterr().out
+
+    assert "starts again" not in start("a:7", 0)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "starts again at step 0" in start("a:7", 1) and "starts again at step 0" in start("a:7", 2)
+    others = [("a:8", 1, ()), ("a:7", 0, ()), ("", 1, ()), ("a:7", 1, ("seed=5",)), ("a:7", 1, ("log=quiet",))]
+    for job, restarts, arguments in others:
+        with pytest.raises(ConfigError, match="already holds a run"):
+            start(job, restarts, *arguments)
+    # With a checkpoint there is something to lose.
+    (run_dir / "checkpoints" / "step_1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        start("a:7", 1, "checkpoint.resume=never")
+    assert "starts again" not in start("a:7", 1)
+
+
+def test_a_directory_that_no_job_made_is_no_jobs_to_use_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    prepared(f"run_dir={tmp_path}/run")
+    monkeypatch.setenv("RUN_JOB", "a:7")
+    monkeypatch.setenv("RUN_RESTARTS", "1")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepared(f"run_dir={tmp_path}/run")
+
+
+def test_a_programmers_error_is_told_with_rank_and_host():
+    with pytest.raises(ZeroDivisionError) as end, user_errors(SECOND):
+        raise ZeroDivisionError("a programmer's error")
+    assert end.value.__notes__ == ["on rank 1 (there)"]
+    with pytest.raises(ZeroDivisionError) as end, user_errors(ALONE):
+        raise ZeroDivisionError("a programmer's error")
+    assert not hasattr(end.value, "__notes__")
+
+
 def test_second_rank_neither_writes_nor_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = tmp_path / "run"
     prepared(f"run_dir={run_dir}")

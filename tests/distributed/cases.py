@@ -17,7 +17,7 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
 from tests.distributed import cases_checkpoint, cases_rl, worlds
-from tests.distributed.cases_engine import engine, engine_disagreement, engine_refusal
+from tests.distributed.cases_engine import engine, engine_disagreement, engine_oversampled, engine_refusal
 from tests.distributed.cases_evaluate import evaluation
 from tests.distributed.cases_mtp import chain_gradients, detached_trunk, stop_together
 from tests.distributed.cases_rollout import expert_shares, rollout_program
@@ -133,6 +133,7 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(evaluation, (2, 1), (1, 2)),
         **_layouts(rollout_program, (2, 1), (2, 2), (1, 2)),
         **_layouts(engine, (2, 1), (2, 2), (1, 2)),
+        **_layouts(engine_oversampled, (1, 1), (1, 2), (2, 1)),
         "engine_disagreement": engine_disagreement,
         "engine_refusal": engine_refusal,
         **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),
@@ -153,6 +154,7 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(export, (2, 4)),
         **_layouts(rollout_program, (2, 4), (2, 2)),
         **_layouts(engine, (2, 4)),
+        **_layouts(engine_oversampled, (1, 2), (2, 4)),
         **_layouts(expert_shares, (2, 4), (4, 2), (4, 1), (1, 4)),
     },
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bailing_mtp.contracts.samples import Prompt, RolloutGroup, SamplingParams
+from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, SamplingParams
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.stats import RolloutStats
@@ -58,6 +58,30 @@ def engine(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None
                 mine, other = (torch.tensor(list(numbers)) for numbers in values)
                 torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
         assert (stats.tokens, stats.samples, stats.reached) == (whole.tokens, whole.samples, whole.reached)
+
+
+def engine_oversampled(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Rollouts that end with two complete groups, until all are: every rank parts alike, the tokens are those of one
+    whole rollout without any split, and a replica that has nothing left goes on counting with the others."""
+    prompts = _prompts(7)
+    with worlds.layout(1, 1) as alone:
+        expected, whole = _rollout(alone, prompts)
+    with worlds.layout(tp, ep) as context:
+        engine = make_engine(worlds.fixture_model("moe", context), context, DRAFTS, max_running=2)
+        carried = [PartialGroup(prompt, 0) for prompt in prompts]
+        found: dict[int, RolloutGroup] = {}
+        n_tokens, was_cut = 0, False
+        while carried:
+            complete, carried = engine.advance(carried, min(2, len(carried)))
+            assert len(complete) == min(2, len(prompts) - len(found))
+            found |= {group.prompt.index: group for group in complete}
+            n_tokens += engine.stats.tokens
+            was_cut |= any(sample.response_ids for group in carried for sample in group.samples)
+            everyone: list[object] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (complete, carried, n_tokens))
+            assert all(theirs == everyone[0] for theirs in everyone)
+        assert was_cut and n_tokens == whole.tokens
+        assert responses([found[prompt.index] for prompt in prompts]) == responses(expected)
 
 
 def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:

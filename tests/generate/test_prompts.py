@@ -80,8 +80,6 @@ def test_config():
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ("rollout.kernels=triton", "rollout.kernels: 'triton' is not supported by this version; allowed: torch"),
-        ("rollout.cuda_graphs=true", "rollout.cuda_graphs: true is not supported by this version; allowed: false"),
         ("rollout.adaptive=true", "rollout.adaptive: true is not supported by this version; allowed: false"),
         ("rollout.draft_vocabulary=v.json", "rollout.draft_vocabulary: 'v.json' is not supported by this version"),
     ],
@@ -91,3 +89,18 @@ def test_what_the_engine_does_not_do_is_refused(argument: str, line: str):
     with pytest.raises(ConfigError) as caught:
         check_backends(config(argument), has_gpu=True)
     assert caught.value.problems[0].startswith(line)
+
+
+def test_triton_kernels_and_graphs_need_a_gpu_and_each_other():
+    fast = config("rollout.kernels=triton", "rollout.cuda_graphs=true")
+    check_backends(fast, has_gpu=True)
+    with pytest.raises(ConfigError) as caught:
+        check_backends(fast, has_gpu=False)
+    assert caught.value.problems == (
+        "rollout.kernels: 'triton' needs a CUDA device and there is none here; allowed: torch",
+        "rollout.cuda_graphs: true needs a CUDA device and there is none here; allowed: false",
+    )
+    with pytest.raises(ConfigError, match="rollout.kernels: 'triton' needs the module 'triton'; install it with"):
+        check_backends(fast, has_gpu=True, installed=lambda module: False)
+    with pytest.raises(ConfigError, match="rollout.cuda_graphs: true needs rollout.kernels=triton, and it is torch"):
+        config("rollout.cuda_graphs=true")

@@ -97,6 +97,23 @@ def test_gate_and_chunk_kda(
     _compare(run, rounded, exact, fla_kernels)
 
 
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize(("heads", "d", "lengths"), SHAPES)
+def test_gated_chunk_kda(
+    fla_kernels, heads: int, d: int, lengths: tuple[int, ...], lower_bound: float | None
+) -> None:
+    T = sum(lengths)
+
+    def run(kernels, q, k, v, f, beta, A_log, dt_bias) -> tuple[Tensor, ...]:
+        cu_seqlens = _cu_seqlens(lengths)
+        return (kernels.gated_chunk_kda(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, lengths),)
+
+    rounded = {name: _randn(T, heads, d, seed=seed) for seed, name in enumerate("qkvf")}
+    rounded["beta"] = _randn(T, heads, seed=10)
+    exact = {"A_log": torch.linspace(0, 1, heads, device="cuda"), "dt_bias": _randn(heads, d, seed=12) - 2}
+    _compare(run, rounded, exact, fla_kernels)
+
+
 def test_chunk_kda_without_states(fla_kernels) -> None:
     def run(kernels, q, k, v, log_decay, beta) -> tuple[Tensor, ...]:
         o, final = kernels.chunk_kda(q, k, v, log_decay, beta, _cu_seqlens(ODD), ODD)

@@ -29,7 +29,7 @@ BASE = {
 
 def rollouts(**rl: object) -> Rollouts:
     config = build_config(GrpoConfig, BASE | {"rl": {"prompts_per_rollout": 3, **rl}})
-    return Rollouts(config)
+    return Rollouts(config, version=9)
 
 
 def add(found: Rollouts, *rewards: tuple[float, ...]) -> None:
@@ -58,6 +58,21 @@ def test_equal_rewards_are_left_out_and_counted():
         "time/rollout_s": 2, "time/train_s": 0,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_staleness_counts_the_trained_tokens():
+    """Tokens of versions 7 and 9 under weights of version 9; of the group that teaches nothing, none."""
+    found = rollouts(oversample=1.5)
+    groups = []
+    for index, versions in enumerate([(7, 7, 9), (9, 9, 9), (0, 0, 0)]):
+        samples = tuple(sample(index, i, 2, 3, versions=versions) for i in range(2))
+        groups.append(RolloutGroup(Prompt(prompt_ids=(1,), index=index), samples))
+    rewards = [[0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]
+    found.add(groups, Scores(rewards, 0), advantages(rewards, "group"), RolloutStats(0))
+    metrics = found.metrics()
+    assert metrics["rollout/stale_tokens"] == pytest.approx(1 / 3)
+    assert metrics["rollout/mean_version_lag"] == pytest.approx(2 / 3)
+    assert "rollout/stale_tokens" not in rollouts().metrics()
 
 
 def test_a_rollout_that_teaches_nothing_is_followed_by_another():
@@ -132,6 +147,8 @@ def test_a_fall_of_the_accept_length_is_said_once():
         ({"rl": {"minibatches": 3}}, "train.steps: 4 is not a multiple of rl.minibatches=3"),
         ({"rl": {"minibatches": 2}, "checkpoint": {"load": "hf", "save_every": 3}}, "checkpoint.save_every: 3 is not"),
         ({"rl": {"minibatches": 4, "prompts_per_rollout": 1}}, "rl.minibatches: 4 is more than the 2 samples"),
+        ({"rl": {"carry_limit": 2}}, "rl.carry_limit: 2 limits what rl.oversample=1 never does"),
+        ({"rl": {"oversample": 0.9}}, "rl.oversample: 0.9"),
         ({"rl": {"loss": "gspo"}, "mtp": {"loss_scale": 0.1}}, "mtp.detach: false with rl.loss=gspo"),
         ({"train": {"steps": 4, "microbatch_tokens": 63}}, "train.microbatch_tokens: 63 cannot hold"),
         ({"train": {"steps": 4, "tokens_per_step": 64}}, "train.tokens_per_step: unknown key"),
@@ -153,10 +170,9 @@ def test_joint_mtp_is_allowed_beside_a_token_loss():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    rl = {"oversample": 1.5}
-    config = build_config(GrpoConfig, BASE | {"rl": rl, "rollout": {"adaptive": True}})
+    config = build_config(GrpoConfig, BASE | {"rollout": {"adaptive": True}})
     with pytest.raises(ConfigError) as caught:
         check_backends(config, has_gpu=True, installed=lambda module: True)
     assert sorted(problem.partition(" is ")[0] for problem in caught.value.problems) == [
-        "rl.oversample: 1.5", "rollout.adaptive: true",
+        "rollout.adaptive: true",
     ]  # fmt: skip

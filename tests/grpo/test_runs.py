@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from recipes import grpo, session
 from recipes.common import prepare
 from recipes.compose import compose
 from recipes.policy import find_policy
+from recipes.progress import RunProgress
 from recipes.ranks import Ranks
+from recipes.stop_signal import EXIT_STOPPED
 
 ALONE = Ranks(rank=0, world_size=1, host="here")
 SMALL = (
@@ -112,6 +115,52 @@ def test_another_reference_model_is_refused_on_resume(tokenizer: Path, whole: Pa
         find_policy(build_config(GrpoConfig, compose(GrpoConfig, "grpo", changed)))
     same = build_config(GrpoConfig, compose(GrpoConfig, "grpo", arguments_of(tokenizer, whole, *ALL_OF_IT)))
     assert find_policy(same).resumes
+
+
+def test_a_signal_ends_a_run_after_the_step_in_progress(
+    tokenizer: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    compare = RunProgress.compare
+
+    def asked_while_rolling_out(self: RunProgress, *arguments: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        compare(self, *arguments)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunProgress, "compare", asked_while_rolling_out)
+        with pytest.raises(SystemExit) as end:
+            run(tokenizer, tmp_path / "run", *ALL_OF_IT, "checkpoint.save_every=null")
+    assert end.value.code == EXIT_STOPPED and "stopped by SIGTERM after step 2/4" in capsys.readouterr().out
+    # A signal that is sent again must not cut the end short.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, handler)
+    rows = run(tokenizer, tmp_path / "run", *ALL_OF_IT)
+    expected = read_metrics(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4]
+    for row, other in zip(rows, expected, strict=True):
+        kept = [name for name in other if not any(part in name for part in TIMES)]
+        assert len(kept) > 20 and {name: row[name] for name in kept} == {name: other[name] for name in kept}
+
+
+def test_an_oversampled_run_carries_samples_over_and_continues_exactly(tokenizer: Path, tmp_path: Path):
+    """Five rows at a time, so that the eight prompts' samples end apart; stopped with some of them under way."""
+    arguments = (
+        "train.steps=6", "rl.oversample=2.0", "rl.carry_limit=3", "rl.truncate_importance=2.0",
+        "rollout.max_running=5", "checkpoint.save_every=3", "mtp=detached", "rl.routing_replay=true",
+    )  # fmt: skip
+    rows = run(tokenizer, tmp_path / "whole", *arguments)
+    assert [row["rollout/samples_trained"] for row in rows] == [16] * 6
+    assert all(row["rollout/carried_samples"] > 0 for row in rows) and rows[0]["rollout/stale_tokens"] == 0
+    assert max(row["rollout/stale_tokens"] for row in rows) > 0.1
+    assert all(0 <= row["rollout/mean_version_lag"] <= 3 for row in rows)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step_6")
+    again = run(tokenizer, tmp_path / "parts", *arguments)
+    assert [row["step"] for row in again] == list(range(1, 7))
+    for ours, theirs in zip(again[3:], rows[3:], strict=True):
+        kept = [name for name in theirs if not any(part in name for part in TIMES)]
+        assert len(kept) > 20 and {name: ours[name] for name in kept} == {name: theirs[name] for name in kept}
 
 
 def test_a_frozen_layer_drafts_and_stays_in_the_checkpoint(tokenizer: Path, tmp_path: Path):

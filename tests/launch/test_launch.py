@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "tests" / "slurm" / "run.sh", ROOT / ".ci" / "run"]
 
 
 def program(path: Path, body: str) -> Path:
@@ -38,7 +38,7 @@ def echo_python(tmp_path: Path) -> str:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_are_executable(path: Path):
     subprocess.run(["bash", "-n", str(path)], check=True)
-    assert path.name == "env.sh" or os.access(path, os.X_OK)
+    assert path.name in ("env.sh", "lib.sh") or os.access(path, os.X_OK)
 
 
 def test_torchrun_starts_one_run_for_all_ranks(tmp_path: Path, echo_python: str):

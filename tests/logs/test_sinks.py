@@ -1,5 +1,6 @@
 """Metrics reach metrics.jsonl and an offline Weights & Biases run, under the same names and one id."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def test_offline_run_reads_back_and_continues_under_its_id(tmp_path: Path):
     assert {run.run_id for run in runs} == {run_id(tmp_path / "run")}
     logged = [(row["train/step"], row["train/lm_loss"]) for run in runs for row in run.history]
     assert logged == [(2, 8.0), (4, 6.0), (6, 4.0), (6, 5.5)]
+    # The step that was lost and made again is one step, not a further one.
+    assert [row["_step"] for run in runs for row in run.history] == [2, 4, 6, 6]
     assert runs[0].history[1]["mtp/loss_depth1"] == 4.0 and runs[1].history[0]["valid/lm_loss"] == 5.75
     assert runs[0].step_axes == {"train/step": "", **{f"{family}/*": "train/step" for family in FAMILIES}}
     saved = runs[0].config
@@ -65,6 +68,24 @@ def test_disabled_imports_nothing(tmp_path: Path):
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "") and run.stdout == f"['metrics: {tmp_path}/metrics.jsonl']\n"
     assert not (tmp_path / "wandb").exists()
+
+
+def test_a_run_goes_on_when_wandbs_process_is_gone(tmp_path: Path):
+    """In a process of its own: wandb never gets over it."""
+    program = (
+        "import psutil, sys; from pathlib import Path; sys.path.insert(0, '.'); "
+        "from tests.logs.test_sinks import config; from recipes.sinks import Sinks; "
+        f"s = Sinks(config(Path({str(tmp_path)!r}), 'offline'), 'pretrain'); s.write(1, {{'train/lm_loss': 2.0}}); "
+        "gone = psutil.Process().children(); [child.kill() for child in gone]; psutil.wait_procs(gone, 10); "
+        "s.write(2, {'train/lm_loss': 1.0}); s.write(3, {'train/lm_loss': 0.5}); s.close(); print('closed')"
+    )
+    # Not with the wandb process of these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0 and run.stdout == "closed\n", run.stderr
+    assert run.stderr.count("warning: wandb: its process is gone") == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_online_without_a_key_says_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

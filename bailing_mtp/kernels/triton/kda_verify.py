@@ -6,7 +6,7 @@ norm are launches of their own, so that nothing waits while it holds a state. In
 record or window that another still replays: those go to the other buffer.
 
 Shape legend: as kernels.reference.kda_verify; c chunks of the key axis, j keys of a chunk. The state is laid
-out [V, c, j] in registers, so that most of a sum over keys stays within one thread.
+out [c, V, j] in registers, so that most of a sum over keys stays within one thread.
 
 Source: Bailing V3 spec section 2.1.
 """
@@ -42,8 +42,19 @@ def _prepare(
 
 
 @triton.jit
-def _over_keys(x_Vcj):
-    return tl.sum(tl.sum(x_Vcj, axis=1), axis=1)
+def _over_keys(x_cVj):
+    return tl.sum(tl.sum(x_cVj, axis=0), axis=1)
+
+
+@triton.jit
+def _vectors(decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h: tl.constexpr, D: tl.constexpr,
+             V: tl.constexpr, s: tl.constexpr):  # fmt: skip
+    """Decay, key, query and value of token s, as prepare() left them."""
+    decay_cj = tl.load(decay + key_target + s * h * D)
+    k_cj = tl.load(key + key_target + s * h * D)
+    q_cj = tl.load(q_RhD + (first + s * h) * D + ids_cj)
+    v_V = tl.load(v_RhV + (first + s * h) * V + ids_V)
+    return decay_cj, k_cj, q_cj, v_V
 
 
 @triton.jit
@@ -63,49 +74,59 @@ def _kda_verify(
     parity = tl.load(parity_N + slot).to(tl.int64)
     ids_cj = tl.arange(0, D // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     ids_V = tl.program_id(1) * V_TILE + tl.arange(0, V_TILE)
-    # With V first, lanes that one chunk of a row leaves over go to further rows, not to its other chunks.
-    state += (slot * h + head) * (V * D) + ids_V[:, None, None] * D + ids_cj[None, :, :]
-    state_Vcj = tl.load(state)
+    state += (slot * h + head) * (V * D) + ids_V[None, :, None] * D + ids_cj[:, None, :]
+    # Lanes are dealt along axes by their contiguity, ties differently from release to release. Those that one
+    # chunk leaves over must go to further values, not to its other chunks: a sum would take 7 times the shuffles.
+    state = tl.max_contiguous(state, [1, 2, CHUNK])
+    state_cVj = tl.load(state)
     if FUSED:
         prepare(
             q_RhD, v_RhV, kq_Rh, projected, conv, A_log, dt_bias, window, decay, key, count_N, parity_N, slots_n,
             window_stride, key_stride, lower_bound, unit_eps, program,
             h, D, V, S, T, TAPS, BOUNDED, S_PAD, W_PAD,
         )  # fmt: skip
+        # What prepare() wrote is read below by other threads of this program.
+        tl.debug_barrier()
+    key_target = (1 - parity) * key_stride + (slot * T * h + head) * D + ids_cj
+    first = row * S * h + head
+    # A token's vectors are fetched under the one before, the first's under the state; not where a program holds
+    # so much of a state that there are no registers for them.
+    AHEAD: tl.constexpr = S == 1 or not FUSED
+    if AHEAD:
+        decay_cj, k_cj, q_cj, v_V = _vectors(decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, 0)
 
     key_source = parity * key_stride + (slot * T * h + head) * D + ids_cj
     update_source = parity * update_stride + (slot * T * h + head) * V + ids_V
     for t in tl.static_range(T):
         live = t < count
-        decay_cj = tl.load(decay + key_source + t * h * D, mask=live, other=1.0)
-        k_cj = tl.load(key + key_source + t * h * D, mask=live, other=0.0)
+        old_decay_cj = tl.load(decay + key_source + t * h * D, mask=live, other=1.0)
+        old_k_cj = tl.load(key + key_source + t * h * D, mask=live, other=0.0)
         update_V = tl.load(update + update_source + t * h * V, mask=live, other=0.0)
-        state_Vcj = state_Vcj * decay_cj[None, :, :] + update_V[:, None, None] * k_cj[None, :, :]
-    tl.store(state, state_Vcj)
-    if FUSED:
-        # What prepare() wrote is read below by other threads of this program.
-        tl.debug_barrier()
-
-    key_target = (1 - parity) * key_stride + (slot * T * h + head) * D + ids_cj
+        state_cVj = state_cVj * old_decay_cj[:, None, :] + update_V[None, :, None] * old_k_cj[:, None, :]
+    tl.store(state, state_cVj)
     update_target = (1 - parity) * update_stride + (slot * T * h + head) * V + ids_V
-    first = row * S * h + head
     X: tl.constexpr = h * (2 * D + V)
     Y: tl.constexpr = X + h * (D + V) + h
     updates, outputs = (), ()
     for s in tl.static_range(S):
-        decay_cj = tl.load(decay + key_target + s * h * D)
-        k_cj = tl.load(key + key_target + s * h * D)
-        q_cj = tl.load(q_RhD + (first + s * h) * D + ids_cj)
-        v_V = tl.load(v_RhV + (first + s * h) * V + ids_V)
+        if not AHEAD:
+            decay_cj, k_cj, q_cj, v_V = _vectors(
+                decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, s
+            )
+        this_decay_cj, this_k_cj, this_q_cj, this_v_V = decay_cj, k_cj, q_cj, v_V
+        if AHEAD and s + 1 < S:
+            decay_cj, k_cj, q_cj, v_V = _vectors(
+                decay, key, q_RhD, v_RhV, key_target, first, ids_cj, ids_V, h, D, V, s + 1
+            )
         beta = tl.sigmoid(tl.load(projected + (row * S + s) * Y + X + h * (D + V) + head).to(tl.float32))
-        state_Vcj = state_Vcj * decay_cj[None, :, :]
+        state_cVj = state_cVj * this_decay_cj[:, None, :]
         # Both sums over keys read the state before the update, so that neither waits for the other.
-        update_V = beta * (v_V - _over_keys(state_Vcj * k_cj[None, :, :]))
-        before_V = _over_keys(state_Vcj * q_cj[None, :, :])
+        update_V = beta * (this_v_V - _over_keys(state_cVj * this_k_cj[:, None, :]))
+        before_V = _over_keys(state_cVj * this_q_cj[:, None, :])
         outputs = outputs + (before_V + update_V * tl.load(kq_Rh + first + s * h),)
         updates = updates + (update_V,)
         if s + 1 < S:
-            state_Vcj += update_V[:, None, None] * k_cj[None, :, :]
+            state_cVj += update_V[None, :, None] * this_k_cj[:, None, :]
     for s in tl.static_range(S):
         o_V = outputs[s]
         if FUSED:
@@ -149,6 +170,9 @@ def _options(programs: int, tokens: int, state_values: int, fused: bool) -> dict
         if tokens > 1 and state_values == 128 * 128:
             return {"num_warps": warps, "maxnreg": 128}
         warps = 4
+    if not fused and state_values == V_TILE * 128:
+        # Three programs to a multiprocessor.
+        return {"num_warps": warps, "maxnreg": 168}
     return {"num_warps": max(1, min(warps, state_values // 512))}
 
 

@@ -1,8 +1,8 @@
 """Drawing from large vocabularies in one pass over the logits: log-sum-exp, and Gumbel argmax with its own noise.
 
 The noise is that of kernels.reference.noise: Philox4x32-10 with key (seed, step) and counter (vocabulary id >> 2,
-position * 4 + purpose, prompt index, sample index); token id takes word id & 3. A vocabulary split over ranks draws
-each rank's best, which the caller compares.
+position * 4 + purpose, prompt index, sample index); token id takes word id & 3. A vocabulary split over ranks
+draws each rank's best, which the caller compares.
 
 Shape legend: r rows of logits, n rows to draw, v this rank's vocabulary rows, P parts of a row.
 """
