@@ -75,10 +75,8 @@ class ReducedHead:
     def release(self) -> None:
         self._column_x = self._rows_xH = None
 
-    def logits(self, program: Program, hidden_nH: Tensor) -> Tensor:
-        """[n, v] in fp32, -inf at ids that are not listed."""
-        assert self._rows_xH is not None, "the rows were not gathered"
+    def logits(self, program: Program, hidden_nH: Tensor, out_nv: Tensor) -> Tensor:
+        """[n, v] in fp32, -inf at ids that are not listed; written to `out_nv`."""
+        assert self._rows_xH is not None and self._column_x is not None, "the rows were not gathered"
         listed_nx = program.compute.logits(hidden_nH, self._rows_xH)
-        v = program.view.head_vH.shape[0]
-        whole_nv = torch.full((hidden_nH.shape[0], v), -torch.inf, dtype=listed_nx.dtype, device=listed_nx.device)
-        return whole_nv.index_copy_(1, self._column_x, listed_nx)
+        return out_nv.fill_(-torch.inf).index_copy_(1, self._column_x, listed_nx)
