@@ -86,8 +86,7 @@ class RolloutEngine:
         if self._memory is None or self._steps is None:
             return 0
         graphs = self._steps.graphs
-        rows_bytes = 0 if self._reduced is None else self._reduced.held_bytes
-        return self._memory.plan.total_bytes + rows_bytes + (0 if graphs is None else graphs.pool_bytes)
+        return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
 
     @property
     def slot_bytes(self) -> int:
@@ -255,9 +254,6 @@ class RolloutEngine:
 
     def _take_memory(self, view: WeightsView, limits: Limits) -> RolloutMemory:
         config, context = self._config, self._context
-        budget_bytes = None if config.memory_gb is None else int(config.memory_gb * GIB)
-        if budget_bytes is not None and self._reduced is not None:
-            budget_bytes -= self._reduced.row_bytes(view.head_vH)
         plan = MemoryPlan.build(
             view.arch,
             Shard(context.tp, context.tp_rank, context.ep, context.ep_rank),
@@ -267,9 +263,10 @@ class RolloutEngine:
             limits.context_tokens,
             min(config.block_tokens, limits.context_tokens),
             view.embedding_vH.dtype,
-            budget_bytes,
+            None if config.memory_gb is None else int(config.memory_gb * GIB),
             limits.max_stops,
             limits.max_suppressed,
+            0 if self._reduced is None else self._reduced.row_bytes(view.head_vH),
         )
         if self._memory is not None and self._memory.plan != plan:
             self.release()

@@ -51,6 +51,8 @@ class MemoryPlan:
     dtype: torch.dtype
     max_stops: int
     max_suppressed: int
+    beside_bytes: int = 0
+    """What the rollout holds beside this memory for as long: rows of a reduced head."""
 
     @staticmethod
     def build(
@@ -65,6 +67,7 @@ class MemoryPlan:
         budget_bytes: int | None = None,
         max_stops: int = 16,
         max_suppressed: int = 64,
+        beside_bytes: int = 0,
     ) -> MemoryPlan:
         """Plan for `max_running` rows and `n_templates` shared prompts of at most `context_tokens` tokens.
 
@@ -92,6 +95,7 @@ class MemoryPlan:
             dtype=dtype,
             max_stops=max_stops,
             max_suppressed=max_suppressed,
+            beside_bytes=beside_bytes,
         )
         return full if budget_bytes is None else full.within(budget_bytes)
 
@@ -142,8 +146,8 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of all slots, the scratch slot and the scratch block."""
-        return (self.n_slots + 1) * self.slot_bytes + self.block_bytes
+        """Bytes of all slots, the scratch slot and the scratch block, and of what is held beside them."""
+        return (self.n_slots + 1) * self.slot_bytes + self.block_bytes + self.beside_bytes
 
     @property
     def total_bytes(self) -> int:

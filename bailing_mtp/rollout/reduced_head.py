@@ -55,11 +55,6 @@ class ReducedHead:
         self._column_x: Tensor | None = None
         self._rows_xH: Tensor | None = None
 
-    @property
-    def held_bytes(self) -> int:
-        """Device memory of the rows held now."""
-        return 0 if self._rows_xH is None else self._rows_xH.nbytes
-
     def row_bytes(self, head_vH: Tensor) -> int:
         """Device memory that `refresh` takes."""
         return len(self._columns) * head_vH.shape[1] * head_vH.element_size()

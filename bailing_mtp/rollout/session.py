@@ -152,7 +152,7 @@ class RolloutSession:
 
     def _launch(self, plan: Plan, running: Sequence[Row], shapes: Shapes) -> None:
         runner, flights = self._runner, self._flights
-        if shapes.prefill_tokens or plan.before or plan.after:
+        if shapes.prefill_tokens:
             flights.interrupt()
         runner.apply(plan.before)
         runner.prefill(plan.chunks, shapes.prefill_tokens)

@@ -17,7 +17,14 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
 from tests.distributed import cases_checkpoint, cases_rl, worlds
-from tests.distributed.cases_engine import engine, engine_disagreement, engine_oversampled, engine_refusal
+from tests.distributed.cases_engine import (
+    engine,
+    engine_adaptive,
+    engine_disagreement,
+    engine_oversampled,
+    engine_reduced,
+    engine_refusal,
+)
 from tests.distributed.cases_evaluate import evaluation
 from tests.distributed.cases_mtp import chain_gradients, detached_trunk, stop_together
 from tests.distributed.cases_rollout import expert_shares, rollout_program
@@ -134,6 +141,8 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(rollout_program, (2, 1), (2, 2), (1, 2)),
         **_layouts(engine, (2, 1), (2, 2), (1, 2)),
         **_layouts(engine_oversampled, (1, 1), (1, 2), (2, 1)),
+        **_layouts(engine_adaptive, (2, 1), (1, 2)),
+        **_layouts(engine_reduced, (2, 1), (2, 2)),
         "engine_disagreement": engine_disagreement,
         "engine_refusal": engine_refusal,
         **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.stats import RolloutStats
 from tests.distributed import worlds
-from tests.rollout.engine_rig import all_samples, make_engine, random_prompts, responses
+from tests.rollout.engine_rig import Scripted, all_samples, make_engine, random_prompts, responses
 
 VOCAB, DRAFTS = 512, 2
 PLAIN = SamplingParams(max_new_tokens=9, seed=5)
@@ -82,6 +83,40 @@ def engine_oversampled(reference: worlds.Reference, scratch: Path, tp: int, ep: 
             assert all(theirs == everyone[0] for theirs in everyone)
         assert was_cut and n_tokens == whole.tokens
         assert responses([found[prompt.index] for prompt in prompts]) == responses(expected)
+
+
+def engine_adaptive(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Ranks that each wish for other drafts run those of the first one that has rows, to the end of all prompts."""
+    for n in (5, 1):
+        prompts = [replace(p, sampling=replace(KINDS[1], max_new_tokens=9 + 4 * p.index)) for p in _prompts(n)]
+        with worlds.layout(1, 1) as alone:
+            plain = make_engine(worlds.fixture_model("moe", alone), alone).generate(prompts)
+        with worlds.layout(tp, ep) as context:
+            engine = make_engine(worlds.fixture_model("moe", context), context, DRAFTS, adaptive=True)
+            wishes = [(2, 0, 1), (1, 2, 0)][context.rank]
+            controller = engine._controller = Scripted(wishes)
+            assert responses(engine.generate(prompts)) == responses(plain)
+            everyone: list[object] = [None, None]
+            dist.all_gather_object(everyone, controller.ran)
+            assert everyone[0] == everyone[1]
+            drafts = [k for _, k in controller.ran]
+            # With several prompts the second replica goes on when the first has nothing left.
+            first = len(drafts) if tp == 2 or n == 1 else next(i for i in range(3, 99) if drafts[i] != (2, 0, 1)[i % 3])
+            assert drafts[:first] == [(2, 0, 1)[i % 3] for i in range(first)] and first >= 3
+
+
+def engine_reduced(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Drafts from a part of the vocabulary that lies on both ranks, and from one that lies on the second alone."""
+    for ids in (range(0, VOCAB, 3), range(VOCAB // 2, VOCAB, 2)):
+        path = scratch / f"drafts_{ids.start}_{dist.get_rank()}.json"
+        path.write_text(json.dumps(list(ids)))
+        found = []
+        for layout in ((1, 1), (tp, ep)):
+            with worlds.layout(*layout) as context:
+                model = worlds.fixture_model("moe", context)
+                engine = make_engine(model, context, DRAFTS, draft_vocabulary=str(path))
+                found.append((responses(engine.generate(_prompts(5))), engine.stats.accepted))
+        assert found[0] == found[1]
 
 
 def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:

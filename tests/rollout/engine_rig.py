@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,10 +15,35 @@ from bailing_mtp.contracts.clock import WeightsClock
 from bailing_mtp.contracts.samples import Prompt, RolloutGroup, Sample, SamplingParams
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.training.scoring import score_batch
 from bailing_mtp.weights.view import publish
 from tests.distributed.worlds import shard_of
+
+
+class Scripted(Controller):
+    """Says what it is told to, and remembers what it hears."""
+
+    def __init__(self, drafts: Sequence[int]) -> None:
+        super().__init__(max(drafts))
+        self.wishes = cycle(drafts)
+        self.begun, self.ran, self.times, self.news = 0, [], [], []
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def choose(self, rows: int, may_try: bool = True) -> int:
+        return next(self.wishes)
+
+    def launched(self, rows: int, drafts: int) -> None:
+        self.ran.append((rows, drafts))
+
+    def timed(self, rows: int, drafts: int, shape: object, seconds: float | None) -> None:
+        self.times.append((rows, drafts, seconds))
+
+    def tested(self, reached: Sequence[int], accepted: Sequence[int]) -> None:
+        self.news.append((reached, accepted))
 
 
 def make_engine(
