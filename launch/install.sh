@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the package and its dependencies into a virtual environment: launch/install.sh <venv>
-# Does nothing when that was done already for this setup.cfg and this checkout.
+# CONSTRAINTS=<file> pins versions, such as those of constraints-h200.txt.
+# Does nothing when that was done already for this setup.cfg, these constraints and this checkout.
 set -euo pipefail
 
 venv="${1:?usage: launch/install.sh <venv>}"
@@ -8,7 +9,12 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The stamps are written last, so a broken installation is never taken for a whole one.
 dependencies="$venv/.dependencies"
 source="$venv/.source"
-wanted="$(sha256sum "$root/setup.cfg" | cut -d' ' -f1)"
+constraints="${CONSTRAINTS:-}"
+if [ -n "$constraints" ] && [ ! -f "$constraints" ]; then
+    echo "error: CONSTRAINTS=$constraints: no such file" >&2
+    exit 1
+fi
+wanted="$(cat "$root/setup.cfg" ${constraints:+"$constraints"} | sha256sum | cut -d' ' -f1)"
 needed_gb=8
 
 holds() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
@@ -24,7 +30,8 @@ if ! holds "$dependencies" "$wanted"; then
     fi
     rm -f "$dependencies" "$source"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --disable-pip-version-check -e "${root}[dev]"
+    "$venv/bin/python" -m pip install --disable-pip-version-check \
+        ${constraints:+--constraint "$(realpath "$constraints")"} -e "${root}[dev]"
     echo "$root" >"$source"
     echo "$wanted" >"$dependencies"
 fi

@@ -12,6 +12,7 @@ from .compose import compose
 from .failure import user_errors
 from .ranks import Ranks
 from .rundir import check_run_dir, default_run_dir, open_run_dir, require_run_dir
+from .stack import stack_note
 
 
 def run[ConfigT: RunConfig](
@@ -38,11 +39,14 @@ def prepare[ConfigT: RunConfig](
         return None
     require_run_dir(plain, ranks)
     config = build_config(config_cls, plain)
-    check_backends(config, has_gpu=_has_gpu())
+    has_gpu = _has_gpu()
+    check_backends(config, has_gpu=has_gpu)
     if ranks.is_first:
         # Only here: another rank could look after this one has already written.
         notes = check_run_dir(config)
         notes += [f"changed: {line}" for line in open_run_dir(config)]
+        note = stack_note() if has_gpu else None
+        notes += [] if note is None else [note]
         print(in_force(config, config_name, ranks), flush=True)
         for note in notes:
             print(f"  {note}", flush=True)
