@@ -53,7 +53,8 @@ def test_only_gpu_runs_are_told(
 def test_install_takes_constraints_and_installs_again_for_others(tmp_path: Path):
     venv = tmp_path / "venv"
     (tmp_path / "pins.txt").write_text("torch==2.11.0\n")
-    fake = f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; else echo "$@" >> {tmp_path}/calls; fi'
+    makes = 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"'
+    fake = f'{makes}; else echo "$@" >> {tmp_path}/calls; fi'
     program(tmp_path / "bin" / "python3.12", f'[ "$1" = -c ] && echo {tmp_path}/bin/fake || exit 1')
     program(tmp_path / "bin" / "fake", fake)
     program(tmp_path / "bin" / "df", 'echo header; echo "disk 0 0 99999999 1% /"')
