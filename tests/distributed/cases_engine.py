@@ -88,7 +88,7 @@ def engine_oversampled(reference: worlds.Reference, scratch: Path, tp: int, ep: 
 def engine_adaptive(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """Ranks that each wish for other drafts run those of the first one that has rows, to the end of all prompts."""
     for n in (5, 1):
-        prompts = [replace(p, sampling=replace(KINDS[1], max_new_tokens=9 + 4 * p.index)) for p in _prompts(n)]
+        prompts = [replace(p, sampling=replace(KINDS[1], max_new_tokens=9 + 12 * (p.index % 2))) for p in _prompts(n)]
         with worlds.layout(1, 1) as alone:
             plain = make_engine(worlds.fixture_model("moe", alone), alone).generate(prompts)
         with worlds.layout(tp, ep) as context:
