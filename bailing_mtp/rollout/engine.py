@@ -86,7 +86,7 @@ class RolloutEngine:
         if self._memory is None or self._steps is None:
             return 0
         graphs = self._steps.graphs
-        held_bytes = sum(tensor.nbytes for tensor in self._memory.tensors())
+        held_bytes = self._memory.plan.beside_bytes + sum(tensor.nbytes for tensor in self._memory.tensors())
         return held_bytes + (0 if graphs is None else graphs.pool_bytes)
 
     @property

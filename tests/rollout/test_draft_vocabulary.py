@@ -16,7 +16,6 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.accept import Drafts
 from bailing_mtp.rollout.draft import MtpDrafter
-from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.rollout.memory import GIB
 from bailing_mtp.rollout.reduced_head import read_draft_ids
 from bailing_mtp.training.scoring import score_batch
@@ -143,7 +142,8 @@ def test_rows_are_those_of_each_rollouts_weights_and_go_with_the_memory(
     prompts = random_prompts(2, 24, SamplingParams(max_new_tokens=4))
     engine.generate(prompts)
     before, place = engine.memory_bytes, engine._reduced._rows_xH.data_ptr()
-    assert before == sum(tensor.nbytes for tensor in held(engine)) - engine._memory.rope_P.nbytes
+    held = [*engine._memory.tensors(), engine._reduced._rows_xH]
+    assert before == sum(tensor.nbytes for tensor in held)
     with torch.no_grad():
         built.trunk.head_weight.mul_(2)
     clock.trained += 1
@@ -154,10 +154,6 @@ def test_rows_are_those_of_each_rollouts_weights_and_go_with_the_memory(
     assert engine.memory_bytes == 0 and engine._reduced._rows_xH is None
     engine.generate(prompts)
     assert all(torch.isin(drafts.tokens_nk, torch.tensor(LISTED)).all() for drafts in drawn)
-
-
-def held(engine: RolloutEngine) -> list[torch.Tensor]:
-    return [*engine._memory.tensors(), engine._reduced._rows_xH]
 
 
 def test_the_rows_are_part_of_the_budget(small: BuiltModel, alone: ParallelContext, tmp_path: Path):
