@@ -19,6 +19,9 @@ from bailing_mtp.weights.view import WeightsView
 from .bench_forced import ForcedDrafter
 
 
+WARM_UP_TOKENS = 16
+
+
 @dataclass
 class Laps:
     """Start and end of every replay, by graph."""
@@ -87,7 +90,12 @@ class TimedRollouts:
         self._laps = Laps()
         self._drafter = ForcedDrafter(context.device)
         config = RolloutConfig(
-            speculative_tokens=k, max_running=n, kernels="triton", cuda_graphs=True, keep_memory=True
+            speculative_tokens=k,
+            max_running=n,
+            context_tokens=prompt_tokens + new_tokens,
+            kernels="triton",
+            cuda_graphs=True,
+            keep_memory=True,
         )
         self._sizes = (n * context.dp, prompt_tokens, new_tokens)
         self._vocab_size = view.arch.vocab_size
@@ -102,12 +110,12 @@ class TimedRollouts:
         self._turn = 0
 
     def run(self, temperature: float, acceptance: str) -> Timing:
-        """Two rollouts: one captures, the second counts."""
+        """A short rollout captures, then the one that counts."""
         self._drafter.force(acceptance)
-        for _ in range(2):
+        for new_tokens in (WARM_UP_TOKENS, self._sizes[2]):
             self._laps.clear()
             self._turn += 1
-            self.engine.generate(self.prompts(temperature), self._turn)
+            self.engine.generate(self.prompts(temperature, new_tokens), self._turn)
         torch.cuda.synchronize()
         steps, inside = self._laps.ms()
         stats = self.engine.stats
@@ -120,8 +128,8 @@ class TimedRollouts:
             row_bytes=self.engine.slot_bytes,
         )
 
-    def prompts(self, temperature: float) -> Sequence[Prompt]:
-        n, prompt_tokens, new_tokens = self._sizes
+    def prompts(self, temperature: float, new_tokens: int) -> Sequence[Prompt]:
+        n, prompt_tokens, _ = self._sizes
         generator = torch.Generator().manual_seed(n)
         ids = torch.randint(self._vocab_size, (n, prompt_tokens), generator=generator).tolist()
         sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, ignore_eos=True)

@@ -113,7 +113,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def _dense_bytes(layer: LayerWeights) -> int:
     """Everything that a token of any routing reads."""
-    stacks = set()
+    total = sum(_bytes(tensor) for tensor in tensors_of(layer))
     if isinstance(layer.mlp, MoeWeights):
-        stacks = {layer.mlp.gate_up_e2FH.data_ptr(), layer.mlp.down_eHF.data_ptr()}
-    return sum(_bytes(tensor) for tensor in tensors_of(layer) if tensor.data_ptr() not in stacks)
+        total -= _bytes(layer.mlp.gate_up_e2FH) + _bytes(layer.mlp.down_eHF)
+    return total

@@ -11,8 +11,8 @@ from .verbs import RunConfig
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
 Counts = Annotated[tuple[NonNegativeInt, ...], Field(strict=False, min_length=1)]
 Temperatures = Annotated[tuple[NonNegativeFloat, ...], Field(strict=False, min_length=1)]
-Routings = Annotated[tuple[Literal["uniform", "skewed"], ...], Field(strict=False, min_length=1)]
-Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=False, min_length=1)]
+Routings = Annotated[tuple[Literal["uniform", "skewed"], ...], Field(strict=False)]
+Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=False)]
 
 
 class BenchmarkConfig(RunConfig):
@@ -66,6 +66,8 @@ class BenchmarkConfig(RunConfig):
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
+        empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
+        problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
         if self.what == "decode" and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"

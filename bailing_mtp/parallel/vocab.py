@@ -95,12 +95,12 @@ def gumbel_argmax(logits_tv: Tensor, gumbel_tv: Tensor, group: Group) -> tuple[T
     return argmax(logits_tv + gumbel_tv, group)
 
 
-def head_logits(hidden_tH: Tensor, weight_vH: Tensor) -> Tensor:
+def head_logits(hidden_tH: Tensor, weight_vH: Tensor, out_tv: Tensor | None = None) -> Tensor:
     """Logits of this rank's vocabulary rows, [t, v] in fp32 (fp64 for fp64), never rounded to less.
 
-    For use without autograd; `head_apply` is the differentiable way.
+    out_tv: where to write them. For use without autograd; `head_apply` is the differentiable way.
     """
-    return _wide_mm(hidden_tH, weight_vH.t())
+    return _wide_mm(hidden_tH, weight_vH.t(), out_tv)
 
 
 def head_apply(
@@ -195,11 +195,11 @@ def mm_operand(weight_vH: Tensor, hidden_TH: Tensor) -> Tensor:
     return weight_vH.to(torch.promote_types(wide(hidden_TH), weight_vH.dtype))
 
 
-def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
+def _wide_mm(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     if left.is_cuda and left.dtype == right.dtype and left.dtype != wide(left):
-        return torch.mm(left, right, out_dtype=wide(left))
+        return torch.mm(left, right, out_dtype=wide(left), out=out)
     common = torch.promote_types(wide(left), right.dtype)
-    return left.to(common) @ right.to(common)
+    return torch.matmul(left.to(common), right.to(common), out=out)
 
 
 def accumulate_mm(total: Tensor, left: Tensor, right: Tensor) -> None:

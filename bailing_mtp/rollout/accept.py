@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bailing_mtp.kernels.reference import noise
 from bailing_mtp.kernels.reference.noise import NoiseKeys
+from bailing_mtp.kernels.reference.verdict import assemble
 from bailing_mtp.parallel import vocab
 from bailing_mtp.rollout.distribution import Distribution, Group, first_id, values_at
 
@@ -79,15 +80,7 @@ def accept(
     n_accepted_n = from_first_rank(n_accepted_n, group)
     fresh_n = _draw_fresh(logits_nSv, lse_nS, drafts, n_accepted_n, keys, position_n, group)
     fresh_n = from_first_rank(fresh_n, group)
-    return assemble(drafts, n_accepted_n, fresh_n)
-
-
-def assemble(drafts: Drafts, n_accepted_n: Tensor, fresh_n: Tensor) -> Accepted:
-    """Join the accepted drafts and the fresh token of each row."""
-    columns = drafts.tokens_nk.shape[1] + 1
-    padded_nS = torch.cat([drafts.tokens_nk, fresh_n.unsqueeze(-1)], dim=-1)
-    is_draft_nS = torch.arange(columns, device=fresh_n.device) < n_accepted_n.unsqueeze(-1)
-    return Accepted(n_accepted_n, torch.where(is_draft_nS, padded_nS, fresh_n.unsqueeze(-1)))
+    return Accepted(n_accepted_n, assemble(drafts.tokens_nk, n_accepted_n, fresh_n))
 
 
 def _draw_fresh(

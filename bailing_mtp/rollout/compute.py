@@ -94,9 +94,9 @@ class Compute:
         first_id = self.context.tp_rank * embedding_vH.shape[0]
         return self.sum_over_tp(self.kernels.embed(ids_R, embedding_vH, first_id))
 
-    def logits(self, hidden_RH: Tensor, head_vH: Tensor) -> Tensor:
-        """[R, v] in fp32, never rounded to less."""
-        return vocab.head_logits(hidden_RH, head_vH)
+    def logits(self, hidden_RH: Tensor, head_vH: Tensor, out_Rv: Tensor | None = None) -> Tensor:
+        """[R, v] in fp32, never rounded to less; in `out_Rv` if given."""
+        return vocab.head_logits(hidden_RH, head_vH, out_Rv)
 
     def sum_over_tp(self, x: Tensor) -> Tensor:
         """Sum of the ranks' parts, in place."""

@@ -124,9 +124,14 @@ def values_at(logits: Sequence[Tensor], ids: Tensor, group: Group) -> Tensor:
     here = (row >= 0) & (row < v)
     index = row.clamp(0, v - 1).unsqueeze(-1)
     values = torch.stack([tensor.gather(-1, index).squeeze(-1) for tensor in logits]).masked_fill(~here, 0.0)
-    if _is_split(group):
-        dist.all_reduce(values, group=group)
-    return values
+    return sum_over_ranks(values, group)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """In place; `x` is contiguous."""
+    if is_split(group):
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def first_id(v: int, group: Group) -> int:
@@ -162,7 +167,7 @@ def _truncate(logits_rv: Tensor, settings: RowSettings, group: Group) -> None:
 
 
 def _gather_vocabulary(logits_rv: Tensor, group: Group) -> Tensor:
-    if not _is_split(group):
+    if not is_split(group):
         return logits_rv
     shards = [torch.empty_like(logits_rv) for _ in range(group.size())]
     dist.all_gather(shards, logits_rv.contiguous(), group=group)
@@ -175,9 +180,10 @@ def _ids(logits_rv: Tensor, group: Group) -> Tensor:
 
 
 def _log_vocab(logits_rv: Tensor, group: Group) -> Tensor:
-    size = logits_rv.shape[-1] * (group.size() if _is_split(group) else 1)
+    size = logits_rv.shape[-1] * (group.size() if is_split(group) else 1)
     return torch.full((), float(size), device=logits_rv.device).log()
 
 
-def _is_split(group: Group) -> bool:
+def is_split(group: Group) -> bool:
+    """Whether a row of logits lies on several ranks."""
     return group is not None and group.size() > 1

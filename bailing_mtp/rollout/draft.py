@@ -1,6 +1,6 @@
 """Where drafts come from: the interface, and the MTP layer's chain.
 
-Shapes: n rows, k drafts, H hidden size.
+Shapes: n rows, k drafts, H hidden size, v this rank's vocabulary rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ class MtpDrafter:
 
     def draft(self, program: Program, memory: RolloutMemory, rows: StepRows, k: int) -> Drafts:
         hidden_nH = memory.slots.mtp_hidden_NH[rows.slots_n]
+        logits_knv = program.empty_logits(k, len(rows.slots_n))
         drawn: list[Draft] = []
         for index in range(k):
             if index:
                 hidden_nH = program.mtp_step(drawn[-1].token_n, hidden_nH, index, rows.slots_n)
-            drawn.append(draw_draft(program.kernels, program.logits(hidden_nH), rows, index))
-        return Drafts(*(torch.stack(parts, 1) for parts in zip(*drawn, strict=True)))
+            drawn.append(draw_draft(program.kernels, program.logits(hidden_nH, logits_knv[index]), rows, index))
+        tokens, logits, lses = zip(*drawn, strict=True)
+        # Plain rows draw from the head's own logits, which lie side by side already.
+        logits_nkv = logits_knv.transpose(0, 1) if rows.rules.is_plain else torch.stack(logits, 1)
+        return Drafts(torch.stack(tokens, 1), logits_nkv, torch.stack(lses, 1))

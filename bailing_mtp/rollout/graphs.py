@@ -86,6 +86,8 @@ class CudaCapturer:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
+        # The library keeps a workspace for every stream that it ever ran on.
+        torch._C._cuda_clearCublasWorkspaces()
         self._pool = torch.cuda.graph_pool_handle()
 
 

@@ -18,7 +18,7 @@ from bailing_mtp.rollout.draft import Drafter
 from bailing_mtp.rollout.graphs import StepGraphs, StepShape
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
-from bailing_mtp.rollout.results import pack, packed_words
+from bailing_mtp.rollout.results import packed_words
 from bailing_mtp.rollout.routes import RouteFormat
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.step import decode_step
@@ -67,6 +67,6 @@ class DecodeSteps:
     @torch.no_grad()
     def _run(self, shape: StepShape) -> None:
         n, k, rules = shape
-        rows = StepRows.read(self.memory, self._slots[:n], rules, self._group)
-        packed_nW = pack(decode_step(self._program, self.memory, self._drafter, rows, k))
-        self._packed[: packed_nW.numel()].copy_(packed_nW.flatten())
+        rows = StepRows.read(self._program.kernels, self.memory, self._slots[:n], rules, self._group)
+        packed_nW = self._packed[: n * packed_words(k + 1, self._routes)].view(n, -1)
+        decode_step(self._program, self.memory, self._drafter, rows, k, packed_nW)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
+from bailing_mtp.kernels.reference.settle import Book, SlotNumbers, commit
 from bailing_mtp.weights.names import Shard
 
 GIB = 2**30
@@ -253,6 +254,7 @@ class SlotState:
     """int64, part of the noise key."""
 
 
+_NUMBERS = tuple({"stop_ids": "stop_ids_Nx", "suppress_ids": "suppress_ids_Nx"}.get(x, x) for x in SlotNumbers._fields)
 _SEQUENCE = ("block_table_NM", "count", "parity", "position", "pending", "mtp_hidden_NH")
 
 
@@ -339,14 +341,17 @@ class RolloutMemory:
         Called once per step, after all layers ran. Slots are distinct but for the scratch slot, which stays
         an empty sequence.
         """
-        state, slots_n = self.slots, slots_n.long()
-        n_committed_n = n_committed_n.to(torch.int32)
-        state.count[slots_n] = n_committed_n
-        state.parity[slots_n] = 1 - state.parity[slots_n]
-        state.position[slots_n] = state.position[slots_n] + n_committed_n
-        for tensor in (state.count, state.parity, state.position):
-            # Filled in place: an assigned number would be copied from the host, which a capture refuses.
-            tensor[self.scratch_slot].zero_()
+        state = self.slots
+        commit(state.count, state.parity, state.position, slots_n.long(), n_committed_n, self.scratch_slot)
+
+    def numbers(self) -> SlotNumbers:
+        """What the rows of a step read of their slots."""
+        return SlotNumbers(*(getattr(self.slots, name) for name in _NUMBERS))
+
+    def book(self) -> Book:
+        """What a step enters in its slots once it is decided."""
+        state = self.slots
+        return Book(state.pending, state.generated, state.max_new, state.error, state.finished, state.stop_ids_Nx)
 
 
 _EMPTY = {"stop_ids_Nx": -1, "suppress_ids_Nx": -1, "top_p": 1.0}

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from bailing_mtp.kernels.reference import decode
 from bailing_mtp.kernels.reference import prefill as prefill_twins
+from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix
 from bailing_mtp.rollout.kda import DeltaAttention
@@ -111,10 +112,16 @@ class Program:
         x_TH = self.compute.norm(self._mtp_input(next_ids_T, hidden_TH), mtp.layer.input_norm_H)
         self.latent.write(mtp.layer.mixer, x_TH, at, self.memory.latents_LBbx[-1])
 
-    def logits(self, hidden_XH: Tensor) -> Tensor:
-        """Logits of this rank's vocabulary rows, [..., v] in fp32."""
-        logits_Xv = self.compute.logits(hidden_XH.flatten(0, -2), self.view.head_vH)
+    def logits(self, hidden_XH: Tensor, out_Xv: Tensor | None = None) -> Tensor:
+        """Logits of this rank's vocabulary rows, [..., v] in fp32; written to `out_Xv` where one is given."""
+        out_Rv = None if out_Xv is None else out_Xv.flatten(0, -2)
+        logits_Xv = self.compute.logits(hidden_XH.flatten(0, -2), self.view.head_vH, out_Rv)
         return logits_Xv.unflatten(0, hidden_XH.shape[:-1])
+
+    def empty_logits(self, *shape: int) -> Tensor:
+        """Room for logits, [*shape, v]."""
+        head_vH = self.view.head_vH
+        return torch.empty(*shape, head_vH.shape[0], dtype=vocab.wide(head_vH), device=head_vH.device)
 
     def verify(self, fed_nS: Tensor, slots_n: Tensor, record: RouteRecord | None = None) -> Tensor:
         """Trunk over S tokens per row at positions P .. P+S-1: hidden states after the final norm, [n, S, H]."""

@@ -1,4 +1,4 @@
-"""A step's output as one tensor for one transfer, and as what each row gained.
+"""A step's packed output, one tensor for one transfer, as what each row gained.
 
 Shapes: n rows, S tokens of a row, W words of a row: 4 * S + 4, and those of routes where they are recorded;
 L expert layers, k experts per token.
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bailing_mtp.rollout.routes import RouteFormat, pack_routes
-from bailing_mtp.rollout.step import StepOutput
+from bailing_mtp.rollout.routes import RouteFormat
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,11 @@ def packed_words(S: int, routes: RouteFormat | None = None) -> int:
     return 4 * S + 4 + (0 if routes is None else routes.words(S))
 
 
-def pack(output: StepOutput) -> Tensor:
-    """int32 [n, W]: tokens, kept, accepted, state, error; then the bits of the three log-probabilities, and of the
-    routes."""
-    numbers = [output.kept_n, output.n_accepted_n, output.state_n, output.error_n.long()]
-    whole = torch.cat([output.tokens_nS, torch.stack(numbers, 1)], dim=1).to(torch.int32)
-    parts = [whole, torch.cat(list(output.log_probs), dim=1).view(torch.int32)]
-    if output.routes_nSLe is not None:
-        parts.append(pack_routes(output.routes_nSLe))
-    return torch.cat(parts, dim=1)
-
-
 def unpack(packed: Tensor, S: int, n_rows: int, routes: RouteFormat | None = None) -> list[RowResult]:
-    """The first `n_rows` rows of a packed output on the host, whatever its shape."""
+    """The first `n_rows` rows of a packed output on the host, whatever its shape.
+
+    A row: as kernels.reference.settle.settle packs it, then the bits of the routes.
+    """
     packed_nW = packed.view(-1, packed_words(S, routes))[:n_rows]
     log_probs = packed_nW[:, S + 4 : 4 * S + 4].contiguous().view(torch.float32).view(-1, 3, S)
     fed = None if routes is None else routes.unpack(packed_nW[:, 4 * S + 4 :], S)

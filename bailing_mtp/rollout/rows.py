@@ -6,6 +6,7 @@ Shapes: n rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 from torch import Tensor
 
@@ -25,6 +26,8 @@ class StepRows:
     keys: NoiseKeys
     position_n: Tensor
     """int64, the pending token's position P."""
+    pending_n: Tensor
+    """int64, the pending token."""
     finished_n: Tensor
     """bool, rows that ended in an earlier step which the host has not read yet."""
     rules: StepRules
@@ -32,22 +35,18 @@ class StepRows:
     """The tensor-parallel group."""
 
     @staticmethod
-    def read(memory: RolloutMemory, slots_n: Tensor, rules: StepRules, group: Group) -> StepRows:
-        state = memory.slots
+    def read(
+        kernels: ModuleType, memory: RolloutMemory, slots_n: Tensor, rules: StepRules, group: Group
+    ) -> StepRows:
+        read = kernels.read_slots(memory.numbers(), slots_n)
         settings = RowSettings(
-            temperature=state.temperature[slots_n],
-            top_k=state.top_k[slots_n],
-            top_p=state.top_p[slots_n],
-            min_new=state.min_new[slots_n],
-            response_index=state.generated[slots_n],
-            stop_ids=state.stop_ids_Nx[slots_n],
-            suppress_ids=state.suppress_ids_Nx[slots_n],
+            read.temperature,
+            read.top_k,
+            read.top_p,
+            read.min_new,
+            response_index=read.generated,
+            stop_ids=read.stop_ids,
+            suppress_ids=read.suppress_ids,
         )
-        keys = NoiseKeys(
-            seed=state.seed[slots_n],
-            step=state.rollout_step[slots_n].long(),
-            prompt_index=state.prompt_index[slots_n].long(),
-            sample_index=state.sample_index[slots_n].long(),
-        )
-        position_n, finished_n = state.position[slots_n].long(), state.finished[slots_n]
-        return StepRows(slots_n, settings, keys, position_n, finished_n, rules, group)
+        keys = NoiseKeys(read.seed, read.rollout_step, read.prompt_index, read.sample_index)
+        return StepRows(slots_n, settings, keys, read.position, read.pending, read.finished, rules, group)

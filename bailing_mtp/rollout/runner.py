@@ -21,7 +21,7 @@ from bailing_mtp.rollout.launch import DecodeSteps
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, Segment
 from bailing_mtp.rollout.program import Program
-from bailing_mtp.rollout.results import pack
+from bailing_mtp.rollout.results import packed_words
 from bailing_mtp.rollout.routes import RouteLog
 from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.rollout.sequences import Assign, Chunk, Event, Fork, Group, Open, Row
@@ -127,8 +127,10 @@ class Runner:
         known_m = to_device(known + [-1] * idle, device)
         slots = [row.slot for row, _ in starters] + [self.memory.scratch_slot] * idle
         self._reach([row for row, _ in starters], ahead=1)
-        rows = StepRows.read(self.memory, to_device(slots, device), rules, self.group)
-        return Pending(pack(first_step(self.program, self.memory, rows, hidden_mH, known_m)))
+        rows = StepRows.read(self.program.kernels, self.memory, to_device(slots, device), rules, self.group)
+        packed_mW = torch.empty(padded, packed_words(1), dtype=torch.int32, device=device)
+        first_step(self.program, self.memory, rows, hidden_mH, known_m, packed_mW)
+        return Pending(packed_mW)
 
     def decode(self, running: Sequence[Row], padded: int, rules: StepRules, drafts: int) -> Pending | None:
         """One step of all running rows, packed."""

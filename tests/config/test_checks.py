@@ -106,7 +106,6 @@ def pretrain(**sections: dict) -> PretrainConfig:
     ("section", "key", "value", "allowed"),
     [
         ("model", "backend", "te", "local"),
-        ("model", "attention", "flash", "sdpa"),
         ("optim", "fused", "apex", "none"),
         ("optim", "name", "adamw8bit", "adamw"),
     ],

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.parallel import vocab
+from tests.distributed.cases_fused_head import check_fused_head
 
 TOKENS, ROWS_PER_RANK, HIDDEN, CHUNK_TOKENS = 11, 9, 6, 4
 
@@ -21,6 +22,7 @@ def check_vocab_parallel(group: dist.ProcessGroup, rank: int, world: int) -> Non
     _check_decisions(group, rank, world)
     _check_head(group, rank, world)
     _check_collectives(group, world)
+    check_fused_head(group, rank, world)
 
 
 def _randn(*shape: int, seed: int) -> Tensor:

@@ -115,13 +115,13 @@ def test_graphs_outlive_updates_of_the_weights_and_many_rollouts(view: WeightsVi
     first = samples(engine, asked)
     captured = len(engine._steps.graphs)
     with torch.no_grad():
-        view.head_vH.mul_(1.5)
+        view.head_vH.mul_(2.0)  # and back, exactly
     try:
         changed = samples(engine, asked)
         assert changed == samples(make_engine(view, 2, cuda_graphs=False), asked) != first
     finally:
         with torch.no_grad():
-            view.head_vH.div_(1.5)
+            view.head_vH.div_(2.0)
     assert samples(engine, asked) == first
     for step in range(10):
         samples(engine, asked, step)

@@ -44,5 +44,6 @@ def test_states_leave_the_device_and_return(context: ParallelContext, dtype: tor
         assert all(shard.states["master"].device.type == "cuda" for shard in halves)
         on_device = sum(shard.states["master"].nbytes for shard in halves)
         assert torch.cuda.memory_allocated() - before >= on_device and state.offload.host_bytes == n_bytes - on_device
+    del halves
     assert torch.cuda.memory_allocated() == before
     assert all(torch.equal(x, kept) for x, kept in zip(states(), at_rest, strict=True))

@@ -26,6 +26,7 @@ from tests.mtp import models
 
 pytestmark = pytest.mark.gpu
 
+FP32 = ModelSettings(torch.float32, torch.float32)
 BF16 = ModelSettings(torch.bfloat16, torch.bfloat16, kda="fla", expert_bias_rate=1e-3)
 FAST = dataclasses.replace(BF16, experts="grouped", kernels="triton")
 LENGTHS = (700, 1, 300, 23)
@@ -101,16 +102,21 @@ def _gradients(arch, context, settings: ModelSettings, batch: TokenBatch, mtp: M
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("objective", ["hard", "soft"])
 def test_gradients_of_the_fast_path_follow_the_plain_one(context: ParallelContext, recompute: str, objective: str):
-    """Roundings differ, so a few tokens choose other experts: only most tensors agree closely."""
+    """Roundings differ, so a few tokens choose other experts, and a gradient that nearly cancels is mostly rounding:
+    against fp32 the fast path errs about as the plain one does."""
     arch, batch = _arch(5000), models.pack(LENGTHS, vocab=5000)
     mtp = MtpConfig(loss_scale=0.3, depth=2, objective=objective)
+    exact = _gradients(arch, context, FP32, batch, mtp)
     plain = _gradients(arch, context, BF16, batch, mtp)
     fast = _gradients(arch, context, dataclasses.replace(FAST, recompute=recompute), batch, mtp)
     assert fast.keys() == plain.keys()
     cosines = {name: _cosine(fast[name], grad) for name, grad in plain.items() if grad.any()}
-    print("lowest cosines", sorted((round(x, 5), name) for name, x in cosines.items())[:5])
+    kept = {name: grad for name, grad in exact.items() if grad.any()}
+    errors = {name: (1 - _cosine(fast[name], grad), 1 - _cosine(plain[name], grad)) for name, grad in kept.items()}
+    print("largest errors, fast and plain", sorted(((*pair, name) for name, pair in errors.items()), reverse=True)[:5])
     assert all(grad.isfinite().all() for grad in fast.values())
-    assert min(cosines.values()) >= 0.98 and statistics.median(cosines.values()) >= 0.999
+    assert all(ours <= 1.5 * theirs + 0.01 for ours, theirs in errors.values())
+    assert statistics.median(cosines.values()) >= 0.999
 
 
 @pytest.mark.parametrize("keeps_inputs", [True, False])

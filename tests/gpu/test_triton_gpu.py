@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels import decode_cases as cases
-from tests.kernels import step_cases
+from tests.kernels import sampling_cases, step_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -130,10 +130,21 @@ def test_linear(kernels, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sampling(kernels, dtype) -> None:
-    for r, v in ((1, 157184), (70, 157184), (9, 1001)):
-        cases.check_log_sum_exps("cuda", dtype, r=r, v=v)
-    for n, v, first in ((1, 157184, 0), (64, 78592, 78592), (40, 1001, 3003)):
-        cases.check_draw("cuda", dtype, n=n, v=v, first_id=first)
+    for n, S, v in ((1, 1, 157184), (23, 3, 157184), (9, 1, 1001)):
+        sampling_cases.check_log_sum_exps(kernels, "cuda", dtype, n=n, S=S, v=v)
+    for n, v, first in ((3, 157184, 0), (64, 78592, 78592), (40, 1001, 3003)):
+        sampling_cases.check_draw(kernels, "cuda", dtype, n=n, v=v, first_id=first)
+        for k in (0, 1, 2, 4):
+            sampling_cases.check_draw_fresh(kernels, "cuda", dtype, n=n, k=k, v=v, first_id=first)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+def test_verdicts_and_slots(kernels, k) -> None:
+    for n, v, first in ((1, 157184, 0), (64, 78592, 78592), (200, 1001, 3003)):
+        sampling_cases.check_verdict(kernels, "cuda", torch.float32, n=n, k=k, v=v, first_id=first)
+    for n in (3, 300):
+        sampling_cases.check_settle(kernels, "cuda", slots=400, n=n, S=k + 1)
+    sampling_cases.check_slots(kernels, "cuda", torch.bfloat16, slots=300, n=256, S=k + 1, H=1536)
 
 
 def test_repeated_runs_are_bit_equal(kernels) -> None:

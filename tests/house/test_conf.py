@@ -46,7 +46,7 @@ GROUPS = {
     "log": LogConfig,
 }
 # Keys that an experiment leaves to its user.
-GIVEN = {"data.path": "text.jsonl", "checkpoint.load": "directory"}
+GIVEN_PATH, GIVEN_MODEL = "data.path=text.jsonl", "checkpoint.load=directory"
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 GROUP_FILES = sorted(path for group in GROUPS for path in (CONF / group).glob("*.yaml"))
@@ -85,8 +85,8 @@ def test_every_primary_config_and_group_is_known():
 def test_experiment_composes_builds_and_fits(experiment: str):
     verb = verb_of(experiment)
     plain = composed(verb, f"experiment={experiment}")
-    sections = [(*key.split("."), value) for key, value in GIVEN.items() if key.split(".")[0] in plain]
-    given = [f"{section}.{key}={value}" for section, key, value in sections if plain[section].get(key) is None]
+    given = [GIVEN_PATH] if "data" in plain and "path" not in plain["data"] else []
+    given += [GIVEN_MODEL] if plain["model"].get("architecture") is None else []
     config = build_config(VERBS[verb], composed(verb, f"experiment={experiment}", *given))
     if config.model.architecture is None:
         # The model comes from the checkpoint, and the tokens of a step from its rollouts.

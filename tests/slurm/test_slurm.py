@@ -170,16 +170,6 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, tmp_path: P
     assert ended["JobState"] == "CANCELLED" and ended["Restarts"] == "0"
 
 
-def test_starts_that_gain_nothing_come_to_an_end(cluster: Cluster, tmp_path: Path):
-    """Every start is stopped before its first step."""
-    python = stand_in(tmp_path / "python", 'touch "$STOP_MARK"')
-    (tmp_path / "run").mkdir()
-    job = submit(cluster, tmp_path / "run", "pretrain", PYTHON=python, options=("--time=10",))
-    ended = cluster.wait_state(job, "FAILED", JOB_LIMIT_S)
-    assert ended["Restarts"] == "2"
-    assert "3 starts in a row gained no checkpoint" in cluster.output(job)
-
-
 def test_each_task_of_an_array_takes_its_line(cluster: Cluster, tmp_path: Path):
     (tmp_path / "sweep").write_text("optim.lr=1e-3 seed=1\noptim.lr=1e-4\n")
     python = stand_in(tmp_path / "python", 'echo "<$*> in $RUN_DIR of $RUN_JOB by $MASTER_ADDR:$MASTER_PORT"')
