@@ -2,8 +2,8 @@
 # What speculation gives a checkpoint on prompts, end to end: doctor, generate with 0 and with 2 drafts a step, the
 # acceptance that score predicts for the same samples, one table.
 #   launch/measure.sh <checkpoint> <prompts.jsonl> [overrides of generate]
-#   DIR=<directory>   where everything goes; default: outputs/measure/<timestamp>; it must be new
-#   NPROC, PYTHON     as for launch/torchrun.sh
+#   MEASURE_DIR=<directory>   where everything goes; default: outputs/measure/<timestamp>; it must be new
+#   NPROC, PYTHON             as for launch/torchrun.sh
 # On GPUs with Triton kernels in CUDA graphs, elsewhere in fp32 with torch kernels. Overrides of model.*, parallel.*
 # and sampling.temperature hold for score too.
 set -euo pipefail
@@ -13,8 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ $# -ge 2 ] || fail "usage: launch/measure.sh <checkpoint> <prompts.jsonl> [overrides of generate]"
 checkpoint="$1" prompts="$2"
 shift 2
-dir="${DIR:-outputs/measure/$(date +%Y-%m-%d_%H-%M-%S)}"
-[ ! -e "$dir" ] || fail "$dir: is there already; name another DIR, or none"
+dir="${MEASURE_DIR:-outputs/measure/$(date +%Y-%m-%d_%H-%M-%S)}"
+[ ! -e "$dir" ] || fail "$dir: is there already; name another MEASURE_DIR, or none"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}"
 
 gpus="$(visible_gpus)"

@@ -10,7 +10,7 @@ import pytest
 
 import docs.keys
 from bailing_mtp.config import RunConfig, build_config
-from recipes.compose import compose
+from recipes.compose import CONF, compose
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,6 +28,11 @@ def anchors(page: Path) -> set[str]:
     """Ids that a page's headings get, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_verb_has_its_page():
+    verbs = {path.stem for path in CONF.glob("*.yaml")}
+    assert verbs == set(docs.keys.VERBS) == {path.stem for path in (ROOT / "docs" / "recipes").glob("*.md")}
 
 
 def test_the_table_of_keys_is_fresh():

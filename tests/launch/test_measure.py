@@ -24,7 +24,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 def test_the_same_prompts_without_and_with_drafts_then_the_prediction(tmp_path: Path, python: str):
     result = script(
-        "measure.sh", "model", "prompts.jsonl", *OVERRIDES, cwd=tmp_path, PYTHON=python, DIR="new", NPROC="2"
+        "measure.sh", "model", "prompts.jsonl", *OVERRIDES, cwd=tmp_path, PYTHON=python, MEASURE_DIR="new", NPROC="2"
     )
     assert result.returncode == 0, result.stderr
     doctor, plain, drafted, score, summary = calls(tmp_path)
@@ -40,7 +40,7 @@ def test_the_same_prompts_without_and_with_drafts_then_the_prediction(tmp_path: 
 
 
 def test_on_a_gpu_kernels_are_compiled_before_the_clock_runs(tmp_path: Path, python: str):
-    result = script("measure.sh", "model", "p.jsonl", cwd=tmp_path, PYTHON=python, DIR="new", CUDA_VISIBLE_DEVICES="0")
+    result = script("measure.sh", "model", "p.jsonl", cwd=tmp_path, PYTHON=python, MEASURE_DIR="new", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 0, result.stderr
     generated = [call.partition("run_dir=")[2] for call in calls(tmp_path) if "recipes.generate" in call]
     assert generated == [
@@ -57,7 +57,7 @@ def test_a_checkpoint_that_would_not_train_ends_it(tmp_path: Path):
     assert len(calls(tmp_path)) == 1
     (tmp_path / "old").mkdir()
     for arguments, expected in ((("model",), "usage: launch/measure.sh"), (("model", "p.jsonl"), "old: is there")):
-        result = script("measure.sh", *arguments, cwd=tmp_path, PYTHON=python, NPROC="1", DIR="old")
+        result = script("measure.sh", *arguments, cwd=tmp_path, PYTHON=python, NPROC="1", MEASURE_DIR="old")
         assert result.returncode == 1 and result.stderr.startswith(f"error: {expected}")
 
 
