@@ -40,7 +40,8 @@ def test_the_same_prompts_without_and_with_drafts_then_the_prediction(tmp_path: 
 
 
 def test_on_a_gpu_kernels_are_compiled_before_the_clock_runs(tmp_path: Path, python: str):
-    result = script("measure.sh", "model", "p.jsonl", cwd=tmp_path, PYTHON=python, MEASURE_DIR="new", CUDA_VISIBLE_DEVICES="0")
+    given = {"PYTHON": python, "MEASURE_DIR": "new", "CUDA_VISIBLE_DEVICES": "0"}
+    result = script("measure.sh", "model", "p.jsonl", cwd=tmp_path, **given)
     assert result.returncode == 0, result.stderr
     generated = [call.partition("run_dir=")[2] for call in calls(tmp_path) if "recipes.generate" in call]
     assert generated == [
