@@ -26,6 +26,7 @@ from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.rollout.memory import MemoryPlan, RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, prefill_kernels
 from bailing_mtp.rollout.program import Program
+from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.view import publish
 from tests.model.test_presets import preset
@@ -109,6 +110,10 @@ class Rig:
         return self.program.logits(self.program.verify(fed_nS.to(self.memory.device), slots_n))
 
     @torch.no_grad()
+    def logits(self, hidden_XH: Tensor) -> Tensor:
+        return self.program.logits(hidden_XH)
+
+    @torch.no_grad()
     def trained_depths(self, hidden: Sequence[Tensor], sequences: Sequence[Tensor], depths: int) -> list[Tensor]:
         """Training's unrolled MTP layer at the last site of each document, logits [n, V] of depths 1, 2, ...
 
@@ -146,7 +151,7 @@ class OracleDrafter:
         self._table_PX = torch.nn.functional.pad(table, (0, room))
         self._vocab = vocab
 
-    def draft(self, program: Program, memory: RolloutMemory, rows: object, k: int) -> Drafts:
+    def draft(self, program: Program, memory: RolloutMemory, rows: StepRows, k: int) -> Drafts:
         ahead_k = torch.arange(k, device=memory.device)
         index_nk = rows.settings.response_index.long().unsqueeze(-1) + ahead_k
         prompt_n1 = rows.keys.prompt_index.long().clamp(0, len(self._table_PX) - 1).unsqueeze(-1)

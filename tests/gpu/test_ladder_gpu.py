@@ -6,6 +6,7 @@ happens between a prefill and decoding, and never hidden in a wide tolerance. Fi
 
 from __future__ import annotations
 
+import gc
 import time
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def _three_ways(rig: Rig, rounds: int = 8, S: int = 3) -> tuple[Tensor, Tensor, 
             rig.commit(slots_n, 1)
     hidden = rig.prefill(sequences, first_slot=ROWS)
     whole = torch.stack([states[start:] for states, start in zip(hidden, starts, strict=True)])
-    ways = torch.cat(verified, 1), torch.cat(stepped, 1), rig.program.logits(whole)
+    ways = torch.cat(verified, 1), torch.cat(stepped, 1), rig.logits(whole)
     return tuple(logits_nXV.flatten(0, 1) for logits_nXV in ways)
 
 
@@ -110,7 +111,7 @@ def test_golden_fixtures_by_decoding(context, kind, S):
     batch, expected = golden_batch(kind)
     documents = batch.input_ids_T.split(batch.layout.lengths)
     rig = Rig.make(fixture_model(kind, context), context, "triton", len(documents), 256)
-    found = [[rig.program.logits(states)] for states in rig.prefill([ids[:1] for ids in documents])]
+    found = [[rig.logits(states)] for states in rig.prefill([ids[:1] for ids in documents])]
     done = [1] * len(documents)
     while live := [i for i, ids in enumerate(documents) if done[i] < len(ids)]:
         slots_n = torch.tensor(live, device=context.device)
@@ -181,7 +182,7 @@ def test_drafts_are_those_of_the_training_path(context, request, dtype, clear_ga
 
 
 def test_a_graph_is_the_eager_step_right_after_rejections(context, narrow):
-    """Step by step: what it put out, the numbers of all slots, the MTP states and the latents, bit for bit."""
+    """Step by step: what it put out, the numbers of all slots, the MTP states, latents and KDA states, bit for bit."""
     k, n = 2, 8
     prompts = make_prompts(n, VOCAB, SamplingParams(max_new_tokens=60, seed=3))
     engines = [make_engine(narrow, context, k, cuda_graphs=graphs) for graphs in (True, False)]
@@ -201,6 +202,8 @@ def test_a_graph_is_the_eager_step_right_after_rejections(context, narrow):
             assert torch.equal(ours, theirs), f"step {step}: slots.{name}"
         ours, theirs = (memory.latents_LBbx[:, : memory.plan.n_blocks] for memory in memories)
         assert torch.equal(ours, theirs), f"step {step}: latents"
+        ours, theirs = (memory.kda.state_LNhVD[:, :n] for memory in memories)
+        assert torch.equal(ours, theirs), f"step {step}: states"
         after_rejection += int(rejects.sum())
         rejects = eager[:, k + 2] < k
     print(f"\ngraph | eager: 24 steps of {n} rows equal bit for bit, {after_rejection} of them right after a rejection")
@@ -222,7 +225,7 @@ def _gaps(rig: Rig, plain: list[Sample], other: list[Sample], at: list[tuple[int
     if not at:
         return []
     known = [torch.tensor([*plain[i].prompt_ids, *plain[i].response_ids[:t]]) for i, t in at]
-    logits_nV = rig.program.logits(torch.stack([states[-1] for states in rig.prefill(known)]))
+    logits_nV = rig.logits(torch.stack([states[-1] for states in rig.prefill(known)]))
     tokens = torch.tensor([[plain[i].response_ids[t], other[i].response_ids[t]] for i, t in at])
     return logits_nV.cpu().gather(1, tokens).diff(dim=1).abs().flatten().tolist()
 
@@ -247,7 +250,7 @@ def test_greedy_with_drafts_is_greedy_without(context, request, dtype):
         if drafter is not None:
             assert engine.stats.summary()["accept_length"] > 1.3
         if dtype is FP32:
-            assert found == plain or not at
+            assert not at
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -322,6 +325,7 @@ def test_switches_leave_no_memory_behind(context):
         engine.generate(prompts, step)
         assert engine.memory_bytes == 0
         _train(state, step)
+        gc.collect()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     base, grown = held[2], [tuple((now - then) / MIB for now, then in zip(x, held[2], strict=True)) for x in held[3:]]
     print(f"\nMiB over {[round(x / MIB) for x in base]} allocated and reserved after each switch: {grown}")
