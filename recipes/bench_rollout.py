@@ -18,7 +18,6 @@ from bailing_mtp.weights.view import WeightsView
 
 from .bench_forced import ForcedDrafter
 
-
 WARM_UP_TOKENS = 16
 
 

@@ -92,13 +92,19 @@ def decode(config: BenchmarkConfig) -> None:
 
     show("\n".join(f"  {name}: {value}" for name, value in stated.items()) + "\n" + DECODE_HEADING)
     draw = Draw(context.device, DTYPES[config.model.dtype], config.seed)
+    target, so_far = Path(config.run_dir) / FILE, []
+
+    def keep(result: "DecodeFigure | DecodeFailure") -> None:
+        show(decode_line(result))
+        so_far.append(result)
+        if context.is_writer:
+            write_decode(target, stated, so_far)
+
     with torch.no_grad():
-        results = measure_decode(config, arch, draw, context, lambda x: show(decode_line(x)))
+        results = measure_decode(config, arch, draw, context, keep)
     figures = [x for x in results if isinstance(x, DecodeFigure)]
     failed = [f"{x.kernel} rows={x.rows} k={x.drafts}" for x in results if isinstance(x, DecodeFailure)]
     if context.is_writer:
-        target = Path(config.run_dir) / FILE
-        write_decode(target, stated, results)
         if figures:
             draw_ratios(figures, target.parent / "charts" / "break_even.png")
         print(f"benchmark: {len(figures)} shapes, written to {target}")

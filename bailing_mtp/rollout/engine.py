@@ -81,7 +81,8 @@ class RolloutEngine:
         if self._memory is None or self._steps is None:
             return 0
         graphs = self._steps.graphs
-        return self._memory.plan.total_bytes + (0 if graphs is None else graphs.pool_bytes)
+        held_bytes = sum(tensor.nbytes for tensor in self._memory.tensors())
+        return held_bytes + (0 if graphs is None else graphs.pool_bytes)
 
     @property
     def slot_bytes(self) -> int:

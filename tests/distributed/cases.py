@@ -145,6 +145,7 @@ CASES: dict[int, dict[str, Case]] = {
         **cases_checkpoint.CASES,
         **_layouts(cases_rl.dpo, (1, 1), (2, 1), (1, 2)),
         **_layouts(cases_rl.policy, (1, 1), (2, 1)),
+        **_layouts(cases_rl.detached, (1, 1)),
         **_layouts(cases_rl.grpo, (2, 2), (1, 2)),
         **_layouts(cases_rl.replay, (2, 2), (1, 2)),
     },

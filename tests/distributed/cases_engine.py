@@ -88,9 +88,9 @@ def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:
     """A rank with other logits and another seed follows the first: one set of tokens, and no hang."""
     logits = Program.logits
 
-    def perturbed(program: Program, hidden: Tensor) -> Tensor:
-        exact = logits(program, hidden)
-        return exact + 1e-3 * torch.randn_like(exact) if program.context.tp_rank else exact
+    def perturbed(program: Program, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        exact = logits(program, hidden, out)
+        return exact.add_(torch.randn_like(exact), alpha=1e-3) if program.context.tp_rank else exact
 
     with worlds.layout(2, 1) as context, mock.patch.object(Program, "logits", perturbed):
         seed = 5 + context.tp_rank

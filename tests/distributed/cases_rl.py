@@ -68,6 +68,24 @@ def policy(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None
         _compare(POLICY, expected, per_rank[context.dp_rank], context)
 
 
+def detached(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Five clipped steps on the same samples: the trunk's bits do not depend on a detached MTP loss."""
+    rows = [PolicyRow(_sample(index, 3 + index, 9 - index), 1.0 - 0.4 * index) for index in range(5)]
+    per_rank = pack_rows(rows, 24, dist.get_world_size() // tp)
+    trunks = []
+    for mtp in (MtpConfig(), MTP):
+        with worlds.layout(tp, ep) as context:
+            built = worlds.fixture_model("moe", context)
+            state = build_state(built, context, worlds.OPTIM, 10, DdpOptions(overlap_grad_reduce=False))
+            objective = PolicyObjective(RlConfig(clip_low=0.02, clip_high=0.02), mtp, 0.8, chunk_tokens=32)
+            mine = per_rank[context.dp_rank]
+            clipped = [train_step(state, mine, objective).metrics["policy/clipped"] for _ in range(5)]
+            assert max(clipped) > 0.01, clipped
+            trunks.append({name: p.detach().clone() for name, p in built.trunk.named_parameters()})
+    off, on = trunks
+    assert all(torch.equal(off[name], on[name]) for name in off)
+
+
 def grpo(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """Samples that one process rolled out, on one process and on several: the same step, and ratios of 1 on both."""
     sampling = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=9, seed=5)

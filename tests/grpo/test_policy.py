@@ -124,13 +124,15 @@ def test_a_step_without_learning_rate_leaves_the_rollout_as_it_was(context: Para
 
 
 def steps_on(state: TrainState, batches: Sequence[PolicyBatch], mtp: MtpConfig) -> dict[str, torch.Tensor]:
-    for batch in batches:
-        train_step(state, [batch], PolicyObjective(RlConfig(loss="gspo", clip_low=0.1, clip_high=0.1), mtp, 0.8))
+    """Five steps, the later ones on batches that the policy has already moved away from, so that clipping acts."""
+    objective = PolicyObjective(RlConfig(clip_low=0.02, clip_high=0.02), mtp, 0.8)
+    clipped = [train_step(state, [batches[i % len(batches)]], objective).metrics["policy/clipped"] for i in range(5)]
+    assert max(clipped) > 0.01
     return models.weights(state)
 
 
 def test_the_trunk_is_bit_equal_with_the_mtp_loss_off_frozen_and_detached(context: ParallelContext):
-    """Three steps on the same recorded rollouts; frozen: the layer drafts, but is in no optimizer."""
+    """Five steps on the same recorded rollouts; frozen: the layer drafts, but is in no optimizer."""
     rows = roll(engine_of(models.fixture_state(context)), temperature=0.8)
     batches = [make_policy_batch(rows[i::3]) for i in range(3)]
     on = steps_on(models.fixture_state(context), batches, SOFT)

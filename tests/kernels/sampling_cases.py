@@ -172,7 +172,7 @@ def check_settle(kernels: ModuleType, device: str, *, slots: int, n: int, S: int
 def check_slots(kernels: ModuleType, device: str, dtype: torch.dtype, *, slots: int, n: int, S: int, H: int) -> None:
     """What rows read of their slots, and what a commit leaves there."""
     draw, N = Draw(device, torch.float32, slots + H), slots + 1
-    slots_n = torch.cat([draw.permutation(slots)[: n - 2], torch.full((2,), slots, device=device)])
+    slots_n = torch.cat([draw.permutation(slots)[: n - 3], torch.full((3,), slots, device=device)])
 
     def integers() -> Tensor:
         return draw.integers(0, 5000, N).to(torch.int32)
@@ -192,6 +192,8 @@ def check_slots(kernels: ModuleType, device: str, dtype: torch.dtype, *, slots: 
     hidden_nSH, column_n = draw.normal(n, S, H, dtype=dtype), draw.integers(0, S, n)
     hidden_NH, committed_n = draw.normal(N, H, dtype=dtype), draw.integers(0, S + 1, n)
     count, parity, position = integers(), draw.integers(0, 2, N).to(torch.int32), integers()
+    for x in (count, parity, position):
+        x[slots] = 0
     found = []
     for chosen in (kernels, twin):
         left = [x.clone() for x in (count, parity, position, hidden_NH)]

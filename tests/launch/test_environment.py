@@ -8,7 +8,7 @@ from tests.house.source import sources
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 # The shell's own, and those of the installation.
-OTHERS = {"BASH_SOURCE", "HOME", "HELP", "PATH", "PYENV_ROOT", "PYTHONPATH", "SECONDS"}
+OTHERS = {"BASH_SOURCE", "SECONDS", "HOME", "HELP", "PATH", "PYENV_ROOT", "PYTHONPATH"}
 
 
 def read_by_python() -> set[str]:

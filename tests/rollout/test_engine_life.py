@@ -69,7 +69,10 @@ def test_a_broken_row_ends_with_an_error_and_harms_no_other(
 def test_a_prompt_whose_first_logits_are_broken(
     small: BuiltModel, alone: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Program, "logits", lambda program, hidden: torch.full((*hidden.shape[:-1], VOCAB), torch.nan))
+    def broken(program: Program, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.full((*hidden.shape[:-1], VOCAB), torch.nan, out=out)
+
+    monkeypatch.setattr(Program, "logits", broken)
     (sample,) = all_samples(make_engine(small, alone, 1).generate(random_prompts(1, VOCAB, SAMPLED)))
     assert (sample.finish_reason, sample.response_ids) == ("error", ())
 
