@@ -16,3 +16,14 @@ require_verb() {
     [ $# -ge 1 ] || fail "usage: $script <verb> [overrides]; verbs: $verbs"
     [ -f "$root/conf/$1.yaml" ] || fail "verb: '$1' is unknown; use one of: $verbs"
 }
+
+# The number of GPUs that a process started now would see.
+visible_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    else
+        echo 0
+    fi
+}

@@ -23,16 +23,6 @@ shift 2
 python="${PYTHON:-$root/.venv/bin/python}"
 command -v "$python" >/dev/null || fail "PYTHON: '$python' does not run; make install, or set PYTHON"
 
-visible_gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
-    elif command -v nvidia-smi >/dev/null; then
-        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-    else
-        echo 0
-    fi
-}
-
 nproc="${NPROC:-$(visible_gpus)}"
 [[ "$nproc" =~ ^[0-9]+$ ]] || fail "NPROC: '$nproc' is not a number of processes"
 [ "$nproc" -ge 1 ] || fail "NPROC: no GPU is visible; give the number of CPU processes, such as NPROC=2"

@@ -138,8 +138,15 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
 
 
 def destroy_context() -> None:
-    """Forget the groups (tests walk several layouts in one process)."""
+    """End all groups but that of the world (tests walk several layouts in one process). Collective.
+
+    Each gloo group has threads of its own, which wake up a hundred times a second for as long as it exists.
+    """
     parallel_state.destroy_model_parallel()
+    dist.barrier()
+    world = dist.group.WORLD
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:
+        dist.destroy_process_group(group)
 
 
 def gather_texts(context: ParallelContext, text: str) -> list[str]:
