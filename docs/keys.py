@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import bailing_mtp.config as schema
 from bailing_mtp.config import RunConfig, Section, show
-from bailing_mtp.config.support import ANY, OPTIONS
+from bailing_mtp.config.support import OPTIONS
 from recipes.compose import CONF, compose
 
 TARGET = Path(__file__).with_suffix(".md")
@@ -90,7 +90,7 @@ def _refused(key: str) -> str:
     """What a value needs, or that this version refuses it."""
     notes = []
     for option in (option for option in OPTIONS if option.path == key):
-        value = "anything but null" if option.value is ANY else f"`{show(option.value).strip("'")}`"
+        value = f"`{show(option.value).strip("'")}`"
         needs = [*(["a GPU"] if option.needs_gpu else []), *([f"`{option.module}`"] if option.module else [])]
         notes.append(f"{value}: {'needs ' + ' and '.join(needs) if option.supported else 'refused, not built'}.")
     return "".join(f" {note}" for note in notes)
