@@ -6,6 +6,7 @@ updated in place. All ranks that communicate inside a step capture together, sin
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -57,12 +58,18 @@ class Capturer(Protocol):
         ...
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a process: the libraries keep a workspace of 32 MiB for every stream they ran on."""
+    return torch.cuda.Stream(device)
+
+
 class CudaCapturer:
     """One stream and one memory pool for all graphs: replays follow one another, and outputs live elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, body: Body) -> None:
@@ -86,8 +93,6 @@ class CudaCapturer:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
-        # The library keeps a workspace for every stream that it ever ran on.
-        torch._C._cuda_clearCublasWorkspaces()
         self._pool = torch.cuda.graph_pool_handle()
 
 

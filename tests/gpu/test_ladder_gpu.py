@@ -343,7 +343,8 @@ def test_switches_leave_no_memory_behind(context):
     base, grown = held[2], [tuple((now - then) / MIB for now, then in zip(x, held[2], strict=True)) for x in held[3:]]
     print(f"\nMiB over {[round(x / MIB) for x in base]} allocated and reserved after each switch: {grown}")
     assert all(abs(allocated) <= 1 for allocated, _ in grown)
-    assert max(reserved for _, reserved in grown) <= 0
+    # Small blocks come 2 MiB at a time; one more or less of them is no growth.
+    assert max(reserved for _, reserved in grown) <= 2
 
 
 def test_a_switch_takes_half_a_second(context):
