@@ -24,6 +24,7 @@ class ForcedDrafter(MtpDrafter):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._shift = torch.zeros((), device=device)
 
     def force(self, acceptance: str) -> None:
