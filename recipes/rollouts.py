@@ -108,7 +108,7 @@ class Rollouts:
             "rollout/tokens_per_second": summary["tokens_per_second"],
             "memory/rollout_gb": self.memory_bytes / 2**30,
         }
-        values |= {f"rollout/accept_depth{d}": share for d, share in enumerate(summary["accept_depth"], start=1)}
+        values |= {f"rollout/{name}": share for name, share in self.stats.shares().items()}
         values |= {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         if self._rl.oversample > 1:
             values |= self._staleness()

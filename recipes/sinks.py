@@ -1,6 +1,7 @@
 """Where a run's metrics go: <run_dir>/metrics.jsonl always, Weights & Biases as log.wandb says. Rank 0 only."""
 
 import hashlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +68,16 @@ def _git(root: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
+def _histograms(values: dict[str, float]) -> dict[str, Any]:
+    """The accept lengths of a rollout, from the share of its steps that kept 1, 2, ... tokens."""
+    import wandb
+
+    names = (f"rollout/accept_share{n}" for n in itertools.count(1))
+    shares = [values[name] for name in itertools.takewhile(values.__contains__, names)]
+    edges = [n + 0.5 for n in range(len(shares) + 1)]
+    return {"rollout/accept_lengths": wandb.Histogram(np_histogram=(shares, edges))} if shares else {}
+
+
 class _WandbRun:
     def __init__(self, config: RunConfig, verb: str) -> None:
         # Imported here: it takes a second, and log.wandb=disabled needs no wandb at all.
@@ -98,7 +109,8 @@ class _WandbRun:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         # Its own count of steps follows the optimizer's, so that a step which a crashed run repeats is the same step.
-        self._unless_lost(lambda: self._run.log({STEP: step, **values}, step=step, commit=True))
+        row = {STEP: step, **values, **_histograms(values)}
+        self._unless_lost(lambda: self._run.log(row, step=step, commit=True))
 
     def close(self) -> None:
         self._unless_lost(self._run.finish)

@@ -30,6 +30,8 @@ class RolloutStats:
     """Those of them that accepted it."""
     steps_by_drafts: list[int] = field(default_factory=list)
     """Decode steps by their number of drafts, 0 .. depths."""
+    rows_by_kept: list[int] = field(default_factory=list)
+    """Row-steps by the tokens that they kept, 0 .. depths + 1."""
     started_s: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
@@ -37,6 +39,7 @@ class RolloutStats:
         self.reached = self.reached or [0] * self.depths
         self.accepted = self.accepted or [0] * self.depths
         self.steps_by_drafts = self.steps_by_drafts or [0] * (self.depths + 1)
+        self.rows_by_kept = self.rows_by_kept or [0] * (self.depths + 2)
 
     def add_step(self, n_rows: int, capacity: int, drafts: int) -> None:
         self.steps += 1
@@ -47,6 +50,7 @@ class RolloutStats:
     def add_row(self, kept: int, n_accepted: int, drafts: int) -> None:
         """One row of a decode step. Draft d stands in column d - 1, so it counts where that many were kept."""
         self.step_tokens += kept
+        self.rows_by_kept[kept] += 1
         for index in range(min(drafts, kept)):
             if n_accepted < index:
                 break
@@ -63,7 +67,8 @@ class RolloutStats:
         for name, value in zip(_SUMMED, total, strict=False):
             setattr(joined, name, value)
         rest, k = total[len(_SUMMED) :], self.depths
-        joined.reached, joined.accepted, joined.steps_by_drafts = rest[:k], rest[k : 2 * k], rest[2 * k :]
+        joined.reached, joined.accepted = rest[:k], rest[k : 2 * k]
+        joined.steps_by_drafts, joined.rows_by_kept = rest[2 * k : 3 * k + 1], rest[3 * k + 1 :]
         return joined
 
     def plus(self, other: RolloutStats) -> RolloutStats:
@@ -74,7 +79,7 @@ class RolloutStats:
 
     def _counters(self) -> list[int]:
         scalars = [getattr(self, name) for name in _SUMMED]
-        return [*scalars, *self.reached, *self.accepted, *self.steps_by_drafts]
+        return [*scalars, *self.reached, *self.accepted, *self.steps_by_drafts, *self.rows_by_kept]
 
     def summary(self) -> dict[str, float | int | list[float | None] | list[int] | None]:
         """As written to <output>.stats.json; a ratio without observations is null."""
@@ -92,7 +97,15 @@ class RolloutStats:
             "occupancy": _ratio(self.row_steps, self.row_capacity),
             "preemptions": self.preemptions,
             "steps_by_drafts": self.steps_by_drafts,
+            "rows_by_kept": self.rows_by_kept,
         }
+
+    def shares(self) -> dict[str, float | None]:
+        """accept_depth{d}, and accept_share{n}: the share of row-steps that kept n tokens; None without any."""
+        depths = zip(self.accepted, self.reached, strict=True)
+        found = {f"accept_depth{d}": _ratio(*pair) for d, pair in enumerate(depths, start=1)}
+        counts = enumerate(self.rows_by_kept[1:], start=1)
+        return found | {f"accept_share{n}": _ratio(count, self.row_steps) for n, count in counts}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -36,7 +36,8 @@ def test_offline_run_reads_back_and_continues_under_its_id(tmp_path: Path):
         first.write(step, {"train/lm_loss": 10.0 - step, "mtp/loss_depth1": float(step)})
     first.close()
     second = Sinks(config(tmp_path / "run", "offline"), "pretrain", first_step=4)
-    second.write(6, {"train/lm_loss": 5.5, "valid/lm_loss": 5.75})
+    shares = {"rollout/accept_share1": 0.25, "rollout/accept_share2": 0.75}
+    second.write(6, {"train/lm_loss": 5.5, "valid/lm_loss": 5.75, **shares})
     second.close()
 
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2, 4, 6]
@@ -50,6 +51,9 @@ def test_offline_run_reads_back_and_continues_under_its_id(tmp_path: Path):
     # The step that was lost and made again is one step, not a further one.
     assert [row["_step"] for run in runs for row in run.history] == [2, 4, 6, 6]
     assert runs[0].history[1]["mtp/loss_depth1"] == 4.0 and runs[1].history[0]["valid/lm_loss"] == 5.75
+    histogram = {"_type": "histogram", "values": [0.25, 0.75], "bins": [0.5, 1.5, 2.5]}
+    written = {name.rpartition("/")[2]: value for name, value in runs[1].history[0].items() if "accept_lengths" in name}
+    assert written == histogram and not any("accept_lengths" in name for name in runs[0].history[0])
     assert runs[0].step_axes == {"train/step": "", **{f"{family}/*": "train/step" for family in FAMILIES}}
     saved = runs[0].config
     assert runs[0].project == "mine" and saved["verb"] == "pretrain" and saved["train"]["steps"] == 9

@@ -225,7 +225,10 @@ def test_stats_count_what_is_kept():
     assert stats.reached == [4, 3, 1] and summary["occupancy"] == 0.5
     double = stats.joined(lambda values: [2.0 * value for value in values])
     assert double.reached == [8, 6, 2] and double.steps == 2 and double.steps_by_drafts == [0, 0, 0, 2]
-    assert double.summary()["accept_length"] == 9 / 4
+    assert double.summary()["accept_length"] == 9 / 4 and double.rows_by_kept == [0, 2, 4, 0, 2]
+    shares = stats.shares()
+    assert [shares[f"accept_share{n}"] for n in (1, 2, 3, 4)] == [1 / 4, 2 / 4, 0, 1 / 4]
+    assert [shares[f"accept_depth{d}"] for d in (1, 2, 3)] == summary["accept_depth"]
 
 
 def test_all_drafts_right_give_k_plus_one_tokens_a_step(small: BuiltModel, alone: ParallelContext):
