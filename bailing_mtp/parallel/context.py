@@ -143,6 +143,8 @@ def destroy_context() -> None:
     Each gloo group has threads of its own, which wake up a hundred times a second for as long as it exists.
     """
     parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
     dist.barrier()
     world = dist.group.WORLD
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not world]:

@@ -22,6 +22,7 @@ class Recording(MtpDrafter):
     """Keeps the drafts and where they stand."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list = []
 
     def draft(self, program, memory, rows, k):
