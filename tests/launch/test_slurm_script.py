@@ -25,7 +25,13 @@ case "$*" in *node.sh*) ;; *) exit "${PROBE:-0}" ;; esac
 while [ "${1#--}" != "$1" ]; do echo "$1" >>srun_options; shift; done
 echo started >>starts
 for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || exit; done
-if [ -n "${WARNS:-}" ]; then kill -USR1 "$PPID"; /bin/sleep 1; fi
+if [ -n "${WARNS:-}" ]; then
+    kill -USR1 "$PPID"
+    for _ in $(seq 100); do
+        [ "$(cat cancelled 2>/dev/null | wc -l)" -gt 1 ] && break
+        /bin/sleep 0.2
+    done
+fi
 if [ -n "${GAINS:-}" ]; then mkdir -p "$RUN_DIR/checkpoints/step_$GAINS"; fi
 if [ -n "${STOPS:-}" ]; then mkdir -p "$RUN_DIR"; touch "$STOP_MARK"; fi
 exit "${CODE:-0}\"""",
