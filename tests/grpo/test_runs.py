@@ -19,7 +19,7 @@ from recipes.compose import compose
 from recipes.policy import find_policy
 from recipes.progress import RunProgress
 from recipes.ranks import Ranks
-from recipes.stop_signal import EXIT_STOPPED
+from recipes.stop_signal import EXIT_STOPPED, SIGNALS
 
 ALONE = Ranks(rank=0, world_size=1, host="here")
 SMALL = (
@@ -126,7 +126,7 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(
         signal.raise_signal(signal.SIGTERM)
         compare(self, *arguments)
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunProgress, "compare", asked_while_rolling_out)
         with pytest.raises(SystemExit) as end:
@@ -134,7 +134,9 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(
     assert end.value.code == EXIT_STOPPED and "stopped by SIGTERM after step 2/4" in capsys.readouterr().out
     # A signal that is sent again must not cut the end short.
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    signal.signal(signal.SIGTERM, handler)
+    # An ignored signal would be inherited by every process that later tests start.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     rows = run(tokenizer, tmp_path / "run", *ALL_OF_IT)
     expected = read_metrics(whole / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 2, 4]
