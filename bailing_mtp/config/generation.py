@@ -4,9 +4,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from .checks import check_drafts, check_graphs
 from .errors import ConfigError
-from .rollout import RolloutConfig, SamplingConfig
+from .rollout import RolloutConfig, SamplingConfig, check_rollout
 from .section import Text
 from .verbs import RunConfig
 
@@ -28,18 +27,8 @@ class GenerateConfig(RunConfig):
     """The rollout engine."""
 
     @model_validator(mode="after")
-    def _graphs_have_their_kernels(self) -> Self:
-        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
-        return self
-
-    @model_validator(mode="after")
-    def _drafts_exist(self) -> Self:
-        rollout = self.rollout
-        check_drafts(
-            speculative_tokens=rollout.speculative_tokens,
-            adaptive=rollout.adaptive,
-            draft_vocabulary=rollout.draft_vocabulary,
-        )
+    def _rollout_settings_agree(self) -> Self:
+        check_rollout(self.rollout)
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,9 @@ from typing import Self
 from pydantic import model_validator
 
 from .build import show
-from .checks import check_drafts, check_graphs, check_mtp_divisor
+from .checks import check_mtp_divisor
 from .errors import ConfigError
-from .rollout import RlConfig, RolloutConfig, SamplingConfig
+from .rollout import RlConfig, RolloutConfig, SamplingConfig, check_rollout
 from .training import MtpConfig, OptimConfig, PolicyTrainConfig, PromptDataConfig
 from .verbs import RunConfig, check_lengths
 
@@ -31,18 +31,8 @@ class GrpoConfig(RunConfig):
     """MTP loss, on response tokens."""
 
     @model_validator(mode="after")
-    def _graphs_have_their_kernels(self) -> Self:
-        check_graphs(cuda_graphs=self.rollout.cuda_graphs, kernels=self.rollout.kernels)
-        return self
-
-    @model_validator(mode="after")
-    def _drafts_exist(self) -> Self:
-        rollout = self.rollout
-        check_drafts(
-            speculative_tokens=rollout.speculative_tokens,
-            adaptive=rollout.adaptive,
-            draft_vocabulary=rollout.draft_vocabulary,
-        )
+    def _rollout_settings_agree(self) -> Self:
+        check_rollout(self.rollout)
         return self
 
     @model_validator(mode="after")

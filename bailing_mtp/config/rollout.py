@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .checks import check_drafts, check_graphs
 from .section import (
     Fraction,
     NonNegativeFloat,
@@ -45,6 +46,16 @@ class RolloutConfig(Section):
     Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
     draft_vocabulary: Text | None = None
     """JSON file with the token ids that drafts are drawn from; null = all."""
+
+
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Refuse keys that need one another, where a user gives them; ConfigError."""
+    check_graphs(cuda_graphs=rollout.cuda_graphs, kernels=rollout.kernels)
+    check_drafts(
+        speculative_tokens=rollout.speculative_tokens,
+        adaptive=rollout.adaptive,
+        draft_vocabulary=rollout.draft_vocabulary,
+    )
 
 
 class SamplingConfig(Section):

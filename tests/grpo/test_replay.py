@@ -22,7 +22,7 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rl.samples import PolicyRow, make_policy_batch
 from bailing_mtp.training.policy import PolicyObjective
 from bailing_mtp.training.policy_scores import with_logprobs
-from bailing_mtp.training.state import TrainState
+from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 from tests.distributed import worlds
 from tests.mtp import models
@@ -141,6 +141,21 @@ def test_recomputed_layers_replay_and_count_the_same(context: ParallelContext, o
     assert torch.equal(agreed, plain_agreed) and all(map(torch.equal, counts, plain_counts))
     for name, grad in plain.items():
         torch.testing.assert_close(again[name], grad, atol=1e-6, rtol=1e-5)
+
+
+def test_layers_without_a_dispatcher_replay_the_same(context: ParallelContext, other: PolicyBatch):
+    results = []
+    for experts in ("loop", "grouped"):
+        settings = dataclasses.replace(worlds.FP32, experts=experts)
+        built = worlds.fixture_model("moe", context, settings)
+        state = build_state(built, context, worlds.OPTIM, 10, models.PLAIN_DDP)
+        grads = gradients(state, other, ON)
+        counts = [router.local_tokens_per_expert.clone() for router in routers(state.trunk_module)]
+        results.append((grads, counts))
+    (loop, loop_counts), (grouped, grouped_counts) = results
+    for name, grad in loop.items():
+        torch.testing.assert_close(grouped[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+    assert loop_counts and all(torch.equal(*pair) for pair in zip(loop_counts, grouped_counts, strict=True))
 
 
 def test_the_mtp_layer_never_replays(

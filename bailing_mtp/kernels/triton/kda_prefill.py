@@ -1,7 +1,7 @@
 """What surrounds the delta rule in a prefill: short convolution before it, gated norm after it.
 
-Shape legend: T tokens of a pack, s segments, h heads, V value size, Y convolution channels, W taps; t tokens,
-c channels and r rows of a tile.
+Shape legend: T tokens of a pack, s segments, h heads, V value size, Y convolution channels, W taps; t tokens and
+c channels of a tile.
 
 Source: Bailing V3 spec section 2.1.
 """
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bailing_mtp.kernels.reference.kda_prefill import Pack
+from bailing_mtp.kernels.triton import train
 
 TILE_TOKENS, TILE_CHANNELS = 16, 128
 WINDOW_CHANNELS = 1024
@@ -141,40 +142,7 @@ def short_conv_qkv(
     return q_Tx, k_Tx, v_Tx, window_sWY
 
 
-@triton.jit
-def _gated_norm(
-    out,
-    o,
-    gate,
-    weight,
-    rows,
-    gate_stride,
-    eps,
-    h: tl.constexpr,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
-    R_TILE: tl.constexpr,
-):
-    ids_r = tl.program_id(0).to(tl.int64) * R_TILE + tl.arange(0, R_TILE)
-    ids_V = tl.arange(0, V_PAD)
-    mask_rV = (ids_r < rows)[:, None] & (ids_V < V)[None, :]
-    o_rV = tl.load(o + ids_r[:, None] * V + ids_V[None, :], mask=mask_rV, other=0.0).to(tl.float32)
-    place_r = (ids_r // h) * gate_stride + (ids_r % h) * V
-    gate_rV = tl.load(gate + place_r[:, None] + ids_V[None, :], mask=mask_rV, other=0.0).to(tl.float32)
-    weight_V = tl.load(weight + ids_V, mask=ids_V < V, other=0.0).to(tl.float32)
-    scale_r = tl.rsqrt(tl.sum(o_rV * o_rV, axis=1) / V + eps)
-    result_rV = o_rV * scale_r[:, None] * weight_V[None, :] * tl.sigmoid(gate_rV)
-    tl.store(out + ids_r[:, None] * V + ids_V[None, :], result_rV.to(out.dtype.element_ty), mask=mask_rV)
-
-
 def gated_norm(o_ThV: Tensor, gate_Tx: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    """As kernels.reference.kda_prefill.gated_norm."""
-    T, h, V = o_ThV.shape
-    assert o_ThV.is_contiguous() and gate_Tx.stride(1) == 1 and gate_Tx.shape == (T, h * V)
-    out_Tx = torch.empty(T, h * V, dtype=gate_Tx.dtype, device=gate_Tx.device)
-    v_pad = triton.next_power_of_2(V)
-    tile = max(1, 2048 // v_pad)
-    _gated_norm[(triton.cdiv(T * h, tile),)](
-        out_Tx, o_ThV, gate_Tx, weight_V, T * h, gate_Tx.stride(0), eps, h=h, V=V, V_PAD=v_pad, R_TILE=tile, num_warps=4
-    )
-    return out_Tx
+    """As kernels.reference.kda_prefill.gated_norm; o and gate in one dtype."""
+    assert o_ThV.dtype == gate_Tx.dtype, f"{o_ThV.dtype}, {gate_Tx.dtype}"
+    return train.gated_norm(o_ThV, gate_Tx.unflatten(1, o_ThV.shape[1:]), weight_V, eps).flatten(1)
