@@ -69,7 +69,13 @@ OPTIONS = (
         needs_gpu=True,
         supported=False,
     ),
-    Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
+    Option(
+        path="optim.name",
+        value="adamw8bit",
+        instead="adamw",
+        module="torchao",
+        install="pip install 'torchao>=0.18,<0.19'",
+    ),
     Option(
         path="rollout.kernels",
         value="triton",

@@ -1,9 +1,10 @@
 """Sections of the training recipes: model, layout, data, steps, optimizer, checkpoints, MTP loss, logs."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
+from .errors import ConfigError
 from .section import (
     Fraction,
     NonNegativeFloat,
@@ -146,7 +147,8 @@ class OptimConfig(Section):
     """AdamW, its schedule and the router's bias update."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
-    """Optimizer; states in fp32, or in 8 bits."""
+    """adamw: fp32 moments, and fp32 master weights of bf16 parameters: 12 bytes a parameter. adamw8bit: 8-bit moments
+    (torchao's), no master weights, stochastic rounding of bf16 weights: 2 bytes; with dp = 1 only, of experts too."""
     lr: PositiveFloat = 3e-4
     """Learning rate after warm-up."""
     min_lr_ratio: UnitFloat = 0.1
@@ -174,6 +176,15 @@ class OptimConfig(Section):
     host memory, out of the way of activations and of a rollout's caches."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the router's load-balancing bias per optimizer step; 0 = frozen."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_large(self) -> Self:
+        if self.name == "adamw8bit" and self.offload == "cpu":
+            raise ConfigError(
+                "optim.offload: 'cpu' is not supported with optim.name=adamw8bit, whose states stay on the device; "
+                "allowed here: none"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
