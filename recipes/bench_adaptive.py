@@ -13,7 +13,7 @@ from bailing_mtp.weights.view import WeightsView
 from .bench_rollout import WARM_UP_TOKENS, TimedRollouts, Timing
 
 TRIAL_TOKENS = 96
-"""Of a first rollout, in which every k is tried and captured."""
+"""Of a first rollout, in which other k are tried and captured."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,11 @@ def measure_adaptive(
         fixed = {k: _run(config, view, context, n, k) for k in config.drafts}
         rates = {k: n * context.dp * (k + 1) / timing.step_ms * 1e3 for k, timing in fixed.items()}
         best = max(rates, key=rates.__getitem__)
-        rollouts = TimedRollouts(
-            view, context, n, max(config.drafts), WARM_UP_TOKENS, config.new_tokens, adaptive=True
-        )
         for acceptance in ("none", "all"):
+            # Each with a controller that knows nothing yet.
+            rollouts = TimedRollouts(
+                view, context, n, max(config.drafts), WARM_UP_TOKENS, config.new_tokens, adaptive=True
+            )
             timing = rollouts.run(1.0, acceptance, TRIAL_TOKENS)
             ran_most = max(range(len(timing.steps_by_drafts)), key=timing.steps_by_drafts.__getitem__)
             own_ms = timing.step_ms if ran_most == 0 else None
@@ -88,7 +89,7 @@ def measure_adaptive(
             )
             show(figure)
             figures.append(figure)
-        rollouts.engine.release()
+            rollouts.engine.release()
     return figures
 
 
