@@ -1,4 +1,4 @@
-"""8-bit AdamW on a GPU: the compiled update is torchao's eager one, one graph serves all sizes, little memory beside."""
+"""8-bit AdamW on a GPU: the compiled update is the eager one, one graph serves all sizes, little memory beside."""
 
 import dataclasses
 
@@ -55,12 +55,14 @@ def test_compiled_is_eager(context: ParallelContext, dtype: torch.dtype):
         other = packed(eager, 2**22)
         for _ in range(3):
             other.step()
-    # A code may fall to the other side; a bf16 weight, to either neighbour.
-    apart = 2**-7 if dtype is torch.bfloat16 else 1e-3
-    for a, b in zip(compiled, eager, strict=True):
-        difference = (a.float() - b.float()).abs()
-        assert (difference <= apart * (b.float().abs() + 1e-2)).float().mean() > 0.999
-        assert difference.mean() < (1e-3 if dtype is torch.bfloat16 else 1e-6) + 2**-9 * float(dtype is torch.bfloat16)
+    # The noise is another: each update of a bf16 weight may end one step apart, to either side. A code, rarely, too.
+    apart, bias = (4 * 2**-7, 3e-4) if dtype is torch.bfloat16 else (1e-3, 1e-6)
+    for a, b in zip(compiled[:4], eager[:4], strict=True):
+        difference = a.float() - b.float()
+        assert (difference.abs() <= apart * (b.float().abs() + 1e-2)).float().mean() > 0.999
+        assert difference.mean().abs() < bias
+    for a, b in zip(compiled[4:], eager[4:], strict=True):
+        assert ((a.float() - b.float()).abs() <= apart * (b.float().abs() + 1e-2)).all()
 
 
 def test_rounding_noise_is_reproduced_and_unbiased(context: ParallelContext):
@@ -93,10 +95,11 @@ def test_a_step_holds_a_piece_more_than_what_stays(context: ParallelContext):
     stays = torch.cuda.memory_allocated() - start
     # bf16 weight, fp32 gradient, two codes, two scales for 256 of them; the buffer and the states of the last piece.
     assert stays <= (2 + 4 + 2 + 8 / 256) * main.numel() + 5 * piece
+    adam.step()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        adam.step()
-    assert torch.cuda.max_memory_allocated() - start <= stays + 16 * piece
+    adam.step()
+    # Far from a second set of gradients, which would be 32 bytes an element of a piece in bf16.
+    assert torch.cuda.max_memory_allocated() - start <= stays + 20 * piece
 
 
 def test_training_follows_fp32_states(context: ParallelContext):

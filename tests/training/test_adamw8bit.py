@@ -236,3 +236,9 @@ def test_states_take_two_bytes_a_parameter(context: ParallelContext):
     assert kinds == {torch.uint8, torch.float32}
     # Two codes, and two fp32 scales for 256 elements; a parameter's last block may be cut.
     assert 0 <= n_bytes - (2 + 8 / 256) * large - 8 * small < 0.01 * n_bytes
+
+
+def test_a_frozen_mtp_layer_has_no_states(context: ParallelContext):
+    built = worlds.fixture_model("moe", context, BF16)
+    state = build_state(built, context, worlds.EIGHT_BITS, 40, models.PLAIN_DDP, trains_mtp=False)
+    assert {x.parameter for x in rank_states(state.optimizer)} == set(state.trunk.parameters())
