@@ -136,7 +136,7 @@ def test_transformer_engine_and_apex_need_a_gpu_and_the_packages():
     with pytest.raises(ConfigError, match="needs the module 'transformer_engine'; install it with: pip install"):
         check_backends(te, has_gpu=True, installed=lambda module: False)
     # An apex that was built without its extensions.
-    with pytest.raises(ConfigError, match="needs the module 'amp_C'; install it with: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip"):
+    with pytest.raises(ConfigError, match="needs the module 'amp_C'; install it with: APEX_CPP_EXT=1 APEX_CUDA_EXT=1"):
         check_backends(apex, has_gpu=True, installed=lambda module: module == "apex")
 
 

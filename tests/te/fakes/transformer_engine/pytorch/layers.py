@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
