@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .errors import raise_if_any
 from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .training import OptimConfig
 from .verbs import RunConfig
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
@@ -34,6 +35,8 @@ class BenchmarkConfig(RunConfig):
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
+    optim: OptimConfig = OptimConfig()
+    """what=train: the optimizer of the timed steps."""
     steps: PositiveInt = 4
     """what=train: timed steps; their median is printed."""
     replays: PositiveInt = 12
@@ -63,6 +66,10 @@ class BenchmarkConfig(RunConfig):
             size = getattr(self.parallel, name)
             if size > 1 and what not in ("decode", "adaptive"):
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
+        if what != "train" and self.optim.name != "adamw":
+            problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")
+        if self.optim.offload != "none":
+            problems.append(f"optim.offload: {self.optim.offload!r} is not measured by this verb; allowed here: none")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
