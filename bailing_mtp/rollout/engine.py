@@ -218,7 +218,8 @@ class RolloutEngine:
             self.release()
 
     def release(self) -> None:
-        """Give all memory back to the device, graphs included."""
+        """Give all memory back to the device, graphs included. Called before the process groups end: ending one waits
+        for the graphs that hold its collectives."""
         if self._steps is not None and self._steps.graphs is not None:
             self._steps.graphs.release()
         self._steps = None
