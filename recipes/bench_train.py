@@ -1,4 +1,4 @@
-"""Training steps on one GPU with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
+"""Training steps with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from bailing_mtp.config import BenchmarkConfig, MtpConfig, OptimConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
-from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
+from bailing_mtp.model.build import BuiltModel, build_model, build_on_meta
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.flops import peak_flops_per_s, training_flops
 from bailing_mtp.training.objective import PretrainObjective
@@ -18,8 +18,10 @@ from bailing_mtp.training.step import accumulate_gradients, train_step
 
 from .session import Source, model_settings
 
-BYTES_PER_PARAMETER = 18
-"""bf16 weight, fp32 gradient, fp32 master weight and two fp32 moments."""
+BYTES_PER_PARAMETER = 6
+"""bf16 weight and fp32 gradient."""
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 master weight and two fp32 moments, which the ranks with the same parameter share."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class Figure:
     step_ms: float
     forward_backward_ms: float
     tokens_per_second: float
-    """Of whole steps, the optimizer included."""
+    """Of whole steps, the optimizer included, over all ranks."""
     model_tflops_per_s: float
+    """Of one GPU."""
     mfu: float | None
     peak_gib: float
     loss: float
@@ -87,9 +90,19 @@ def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: Parallel
         return with_layers(config.layers)
     settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
     for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if BYTES_PER_PARAMETER * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
+        if _held_bytes(build_on_meta(with_layers(n), settings, context), context) <= room:
             return with_layers(n)
     return with_layers(arch.layer_group_size)
+
+
+def _held_bytes(built: BuiltModel, context: ParallelContext) -> float:
+    """Weights, gradients and optimizer states of this rank."""
+    held_bytes = 0.0
+    for parameter in (p for module in built.modules for p in module.parameters()):
+        is_shared = getattr(parameter, "allreduce", True)
+        n_ranks = context.dp if is_shared else context.groups.expt_dp.size()
+        held_bytes += parameter.numel() * (BYTES_PER_PARAMETER + STATE_BYTES_PER_PARAMETER / n_ranks)
+    return held_bytes
 
 
 def random_source(arch: Architecture) -> Source:
@@ -139,9 +152,11 @@ def measure_arm(config: BenchmarkConfig, state: TrainState, arch: Architecture, 
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     passes_s = timed(config, lambda: passes(state, batch, objective))
     depth = 0 if arm.mtp.loss_scale is None else arm.mtp.depth
-    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / step_s
+    context = state.context
+    tokens_per_second = context.dp * arm.tokens / step_s
+    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / context.tp / step_s
     peak = peak_flops_per_s(torch.cuda.get_device_name())
     return Figure(
-        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, arm.tokens / step_s, flops_per_s / 1e12,
+        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, tokens_per_second, flops_per_s / 1e12,
         None if peak is None else flops_per_s / peak, peak_gib, losses[-1],
     )  # fmt: skip

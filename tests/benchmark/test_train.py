@@ -48,7 +48,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch):
             "get_device_name": lambda *_: "H200",
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(bench_train_run, "build_context", lambda *_: context)
+        monkeypatch.setattr(bench_train_run, "join_ranks", lambda *_: context)
         monkeypatch.setattr(bench_train_run, "leave_ranks", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: dataclasses.make_dataclass(
             "Properties", [("total_memory", int)])(2**40))  # fmt: skip
@@ -64,7 +64,7 @@ def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytes
     config = _config("model.experts=grouped")
     arch = smallest()
     monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: arch))
-    bench_train_run.run_train(config, {"device": "none"}, tmp_path / "benchmark.json")
+    bench_train_run.run_train(config, lambda device: {"device": "none"}, tmp_path / "benchmark.json")
     content = json.loads((tmp_path / "benchmark.json").read_text())
     wanted = [(x.name, x.recompute, x.tokens) for x in bench_train.arms((64, 32))]
     assert [(x["mtp"], x["recompute"], x["tokens"]) for x in content["figures"]] == wanted

@@ -17,6 +17,7 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
 from tests.distributed import cases_checkpoint, cases_rl, worlds
+from tests.distributed.cases_benchmark import forced_drafts, touched_shares
 from tests.distributed.cases_engine import (
     engine,
     engine_adaptive,
@@ -143,6 +144,8 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(engine_oversampled, (1, 1), (1, 2), (2, 1)),
         **_layouts(engine_adaptive, (2, 1), (1, 2)),
         **_layouts(engine_reduced, (2, 1), (2, 2)),
+        **_layouts(forced_drafts, (2, 2), (1, 2)),
+        "touched_shares": touched_shares,
         "engine_disagreement": engine_disagreement,
         "engine_refusal": engine_refusal,
         **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),
