@@ -22,7 +22,7 @@ from tests.distributed.cases import CASES
 from tests.distributed.worlds import TIMEOUT_S
 
 DONE = "case done:"
-CASE_LIMIT_S = 300
+CASE_LIMIT_S = float(os.environ.get("CASE_LIMIT_S", "300"))
 
 
 def main(reference_file: Path, scratch: Path) -> None:
