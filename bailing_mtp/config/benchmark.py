@@ -18,10 +18,10 @@ Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
-    what: Literal["kernels", "decode", "train"]
+    what: Literal["kernels", "decode", "adaptive", "train"]
     """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
-    of the engine, with CUDA graphs. train: training steps with and without the MTP loss and recompute, and where the
-    time of one goes."""
+    of the engine, with CUDA graphs. adaptive: rollouts with rollout.adaptive against those of each fixed k. train:
+    training steps with and without the MTP loss and recompute, and where the time of one goes."""
     rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
@@ -43,13 +43,13 @@ class BenchmarkConfig(RunConfig):
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
     drafts: Counts = (0, 1, 2, 3)
-    """what=decode: drafts of a step."""
+    """what=decode, adaptive: drafts of a step; the controller may choose up to the most of them."""
     temperatures: Temperatures = (1.0, 0.0)
     """what=decode: sampling temperatures; 0 = greedy."""
     prompt_tokens: Sizes = (128, 2048)
     """what=decode: tokens of every prompt."""
     new_tokens: PositiveInt = 256
-    """what=decode: tokens of every response."""
+    """what=decode, adaptive: tokens of every response."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""
     acceptance: Acceptances = ("all", "none")
@@ -70,7 +70,7 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
         empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
-        if self.what == "decode" and self.drafts[0] != 0:
+        if what in ("decode", "adaptive") and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )
