@@ -100,7 +100,9 @@ def _one_size(
     plain: dict[float, DecodeFigure],
 ) -> Iterator[DecodeFigure]:
     """Every temperature and acceptance of one number of rows and drafts; `plain` keeps those without drafts."""
-    rollouts = TimedRollouts(view, context, n, k, prompt_tokens, config.new_tokens)
+    rollouts = TimedRollouts(
+        view, context, n, k, prompt_tokens, config.new_tokens, tp_sum=config.tp_sum
+    )
     touched = touched_experts(view, context, rollouts.short_prompts(1.0, config.new_tokens), k, decode)
     reach_tokens = prompt_tokens + config.new_tokens // 2
     n_bytes = StepBytes(view, ExpertLayout.of(context).slices).step(n, k, reach_tokens, touched)

@@ -9,19 +9,15 @@ import torch
 from bailing_mtp.config import BenchmarkConfig, MtpConfig, OptimConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
-from bailing_mtp.model.build import BuiltModel, build_model, build_on_meta
+from bailing_mtp.model.build import build_model
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.flops import peak_flops_per_s, training_flops
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 
-from .session import Source, model_settings
-
-BYTES_PER_PARAMETER = 6
-"""bf16 weight and fp32 gradient."""
-STATE_BYTES_PER_PARAMETER = 12
-"""fp32 master weight and two fp32 moments, which the ranks with the same parameter share."""
+from .bench_train_size import random_source
+from .session import model_settings
 
 
 @dataclass(frozen=True)
@@ -78,35 +74,6 @@ def pack(arch: Architecture, tokens: int, trained_share: float) -> TokenBatch:
     ids = torch.randint(0, arch.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     length_T = layout.document_end_T - torch.repeat_interleave(layout.cu_seqlens[:-1], torch.tensor(lengths))
     return TokenBatch(ids, layout.position_ids_T >= (1 - trained_share) * length_T, layout)
-
-
-def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, memory: int) -> Architecture:
-    """The same model with as many whole layer groups as leave `reserve_gb` beside weights and optimizer."""
-
-    def with_layers(n: int) -> Architecture:
-        return Architecture.from_hf(dict(arch.hf_config) | {"num_hidden_layers": n}, "model.architecture")
-
-    if config.layers is not None:
-        return with_layers(config.layers)
-    settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
-    for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if _held_bytes(build_on_meta(with_layers(n), settings, context), context) <= room:
-            return with_layers(n)
-    return with_layers(arch.layer_group_size)
-
-
-def _held_bytes(built: BuiltModel, context: ParallelContext) -> float:
-    """Weights, gradients and optimizer states of this rank."""
-    held_bytes = 0.0
-    for parameter in (p for module in built.modules for p in module.parameters()):
-        is_shared = getattr(parameter, "allreduce", True)
-        n_ranks = context.dp if is_shared else context.groups.expt_dp.size()
-        held_bytes += parameter.numel() * (BYTES_PER_PARAMETER + STATE_BYTES_PER_PARAMETER / n_ranks)
-    return held_bytes
-
-
-def random_source(arch: Architecture) -> Source:
-    return Source(arch=arch, directory=None, holds_mtp=False, router_dtype=None)
 
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:

@@ -18,8 +18,9 @@ from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.step import train_step
 
 from .bench_figures import write_json
-from .bench_train import Arm, Figure, arms, cut_to_memory, make_state, measure_arm, pack, passes, timed
+from .bench_train import Arm, Figure, arms, make_state, measure_arm, pack, passes, timed
 from .bench_train_parts import head_seconds, kernel_table, part_seconds
+from .bench_train_size import cut_to_memory
 from .session import join_ranks, leave_ranks
 
 HEADING = (

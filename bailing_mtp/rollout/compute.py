@@ -77,6 +77,8 @@ class Compute:
     kernels: ModuleType
     experts: ExpertLayout
     run_experts: Callable[..., Tensor]
+    tp_sum: Callable[[Tensor], Tensor] | None = None
+    """Sum of the tensor-parallel ranks' tensors in place of the group's own."""
 
     def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix, record: RouteRecord | None = None) -> Tensor:
         """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
@@ -100,7 +102,9 @@ class Compute:
         return vocab.head_logits(hidden_RH, head_vH, out_Rv)
 
     def sum_over_tp(self, x: Tensor) -> Tensor:
-        """Sum of the ranks' parts, in place."""
+        """Sum of the ranks' parts; `x` may hold it too."""
+        if self.tp_sum is not None:
+            return self.tp_sum(x)
         return self._sum(x, self.context.tp, self.context.tp_group)
 
     def _dense(self, weights: DenseWeights, x_RH: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from bailing_mtp.config import ConfigError
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.training.flops import training_flops
-from recipes import bench_train, bench_train_parts, bench_train_run
+from recipes import bench_train, bench_train_parts, bench_train_run, bench_train_size
 from tests.benchmark.sizes import config_of, smallest
 from tests.distributed.worlds import layout
 
@@ -107,7 +107,7 @@ def test_layers_follow_the_memory(on_cpu):
     arch = Architecture.from_hf(_config().model.architecture | {"num_hidden_layers": 12}, "test")
 
     def layers(config, memory_bytes: int) -> int:
-        return bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
+        return bench_train_size.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
 
     assert layers(_config("reserve_gb=1"), 2**40) == 12
     assert layers(_config("reserve_gb=1"), 2**30) == 4

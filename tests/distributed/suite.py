@@ -1,6 +1,6 @@
 """All multi-process cases of one world size in one launch: importing megatron-core costs seconds per process.
 
-    torchrun --nproc-per-node N -m tests.distributed.suite <reference.pt> <scratch directory>
+    torchrun --nproc-per-node N -m tests.distributed.suite <reference.pt> <scratch directory> [<beginnings of names>]
 
 Prints one line per finished case; the first failure ends the launch with its traceback, a case that hangs with the
 stacks of its ranks. Where there are GPUs the cases are those of tests.gpu.cases_two.
@@ -25,7 +25,7 @@ DONE = "case done:"
 CASE_LIMIT_S = float(os.environ.get("CASE_LIMIT_S", "300"))
 
 
-def main(reference_file: Path, scratch: Path) -> None:
+def main(reference_file: Path, scratch: Path, wanted: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     cases = CASES
     if torch.cuda.is_available():
@@ -36,6 +36,8 @@ def main(reference_file: Path, scratch: Path) -> None:
     reference = torch.load(reference_file, weights_only=False, map_location="cpu")
     world_size = dist.get_world_size()
     for name, case in cases[world_size].items():
+        if wanted and not name.startswith(wanted):
+            continue
         started_s = time.monotonic()
         faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
         case(reference, scratch)
@@ -48,4 +50,4 @@ def main(reference_file: Path, scratch: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), tuple(sys.argv[3:]))

@@ -75,14 +75,16 @@ def golden_by_decoding(reference: worlds.Reference, scratch: Path, tp: int, ep: 
             assert difference <= MAX_DIFFERENCE, f"{S} at a time: logits differ by {difference}"
 
 
-def greedy_rollouts(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+def greedy_rollouts(
+    reference: worlds.Reference, scratch: Path, tp: int, ep: int, tp_sum: str = "library"
+) -> None:
     """In fp32, from CUDA graphs, plain and with drafts: the plain tokens of one GPU."""
     prompts, found = _prompts(11, GREEDY), {}
     for layout in ((1, 1), (tp, ep)):
         with worlds.layout(*layout) as context:
             built = _tiny(context, ModelSettings(FP32, FP32))
             for k in (0, 2):
-                engine = ladder.make_engine(built, context, k, max_running=8)
+                engine = ladder.make_engine(built, context, k, max_running=8, tp_sum=tp_sum)
                 found[layout, k] = [sample.response_ids for sample in _samples(engine, prompts)]
                 assert len(engine._steps.graphs) > 1
                 engine.release()
@@ -154,5 +156,6 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(cases_engine.engine, (2, 2), (1, 2)),
         "engine_disagreement": cases_engine.engine_disagreement,
         "reshard": functools.partial(cases_checkpoint.reshard, tolerance=1e-5),
+        "one_shot_sums": functools.partial(greedy_rollouts, tp=2, ep=2, tp_sum="one_shot"),
     }
 }
