@@ -1,4 +1,4 @@
-"""Training steps on one GPU with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
+"""Training steps with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -9,18 +9,15 @@ import torch
 from bailing_mtp.config import BenchmarkConfig, MtpConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
-from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
+from bailing_mtp.model.build import build_model
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.flops import peak_flops_per_s, training_flops
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 
-from .session import Source, model_settings
-
-BYTES_PER_PARAMETER = {"adamw": 2 + 4 + 4 + 8, "adamw8bit": 2 + 4 + 2 + 2 * 4 / 256}
-"""bf16 weight and fp32 gradient; then an fp32 master weight and two fp32 moments, or two 8-bit moments whose blocks of
-256 have an fp32 scale each."""
+from .bench_train_size import random_source
+from .session import model_settings
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,9 @@ class Figure:
     step_ms: float
     forward_backward_ms: float
     tokens_per_second: float
-    """Of whole steps, the optimizer included."""
+    """Of whole steps, the optimizer included, over all ranks."""
     model_tflops_per_s: float
+    """Of one GPU."""
     mfu: float | None
     peak_gib: float
     loss: float
@@ -76,26 +74,6 @@ def pack(arch: Architecture, tokens: int, trained_share: float) -> TokenBatch:
     ids = torch.randint(0, arch.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     length_T = layout.document_end_T - torch.repeat_interleave(layout.cu_seqlens[:-1], torch.tensor(lengths))
     return TokenBatch(ids, layout.position_ids_T >= (1 - trained_share) * length_T, layout)
-
-
-def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, memory: int) -> Architecture:
-    """The same model with as many whole layer groups as leave `reserve_gb` beside weights and optimizer."""
-
-    def with_layers(n: int) -> Architecture:
-        return Architecture.from_hf(dict(arch.hf_config) | {"num_hidden_layers": n}, "model.architecture")
-
-    if config.layers is not None:
-        return with_layers(config.layers)
-    settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
-    each_bytes = BYTES_PER_PARAMETER[config.optim.name]
-    for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if each_bytes * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
-            return with_layers(n)
-    return with_layers(arch.layer_group_size)
-
-
-def random_source(arch: Architecture) -> Source:
-    return Source(arch=arch, directory=None, holds_mtp=False, router_dtype=None)
 
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:
@@ -141,9 +119,11 @@ def measure_arm(config: BenchmarkConfig, state: TrainState, arch: Architecture, 
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     passes_s = timed(config, lambda: passes(state, batch, objective))
     depth = 0 if arm.mtp.loss_scale is None else arm.mtp.depth
-    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / step_s
+    context = state.context
+    tokens_per_second = context.dp * arm.tokens / step_s
+    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / context.tp / step_s
     peak = peak_flops_per_s(torch.cuda.get_device_name())
     return Figure(
-        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, arm.tokens / step_s, flops_per_s / 1e12,
+        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, tokens_per_second, flops_per_s / 1e12,
         None if peak is None else flops_per_s / peak, peak_gib, losses[-1],
     )  # fmt: skip
