@@ -85,12 +85,11 @@ def _run(state: TrainState, batch: TokenBatch, arm: dict) -> tuple[LossTerms, di
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Iterator[TrainState]:
+def grouped(state: TrainState) -> TrainState:
     """With grouped experts and the heads' one-pass kernels, by their twins."""
-    with worlds.layout(tp=1, ep=1) as context:
-        state = models.fixture_state(context, dataclasses.replace(worlds.FP32, experts="grouped"))
-        state.trunk_module.head_kernels = head_kernels
-        yield state
+    found = models.fixture_state(state.context, dataclasses.replace(worlds.FP32, experts="grouped"))
+    found.trunk_module.head_kernels = head_kernels
+    return found
 
 
 @pytest.mark.parametrize("which", ["state", "grouped"])
