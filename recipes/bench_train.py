@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from bailing_mtp.config import BenchmarkConfig, OptimConfig
+from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
@@ -18,8 +18,9 @@ from bailing_mtp.training.step import accumulate_gradients, train_step
 from .bench_train_arms import Arm, Figure, pack
 from .session import Source, model_settings
 
-BYTES_PER_PARAMETER = 18
-"""bf16 weight, fp32 gradient, fp32 master weight and two fp32 moments."""
+BYTES_PER_PARAMETER = {"adamw": 2 + 4 + 4 + 8, "adamw8bit": 2 + 4 + 2 + 2 * 4 / 256}
+"""bf16 weight and fp32 gradient; then an fp32 master weight and two fp32 moments, or two 8-bit moments whose blocks of
+256 have an fp32 scale each."""
 
 
 def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, memory: int) -> Architecture:
@@ -31,8 +32,9 @@ def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: Parallel
     if config.layers is not None:
         return with_layers(config.layers)
     settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
+    each_bytes = BYTES_PER_PARAMETER[config.optim.name]
     for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if BYTES_PER_PARAMETER * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
+        if each_bytes * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
             return with_layers(n)
     return with_layers(arch.layer_group_size)
 
@@ -52,7 +54,7 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
                 parameter.data.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
-    return build_state(built, context, OptimConfig(lr=1e-5), steps=1000)
+    return build_state(built, context, config.optim, steps=1000)
 
 
 def passes(state: TrainState, batch: TokenBatch, objective: PretrainObjective) -> None:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .errors import raise_if_any
 from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .training import OptimConfig
 from .verbs import RunConfig
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
@@ -18,10 +19,10 @@ Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
-    what: Literal["kernels", "decode", "train"]
+    what: Literal["kernels", "decode", "adaptive", "train"]
     """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
-    of the engine, with CUDA graphs. train: training steps with and without the MTP loss and recompute, and where the
-    time of one goes."""
+    of the engine, with CUDA graphs. adaptive: rollouts with rollout.adaptive against those of each fixed k. train:
+    training steps with and without the MTP loss and recompute, and where the time of one goes."""
     rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
@@ -34,6 +35,8 @@ class BenchmarkConfig(RunConfig):
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
+    optim: OptimConfig = OptimConfig()
+    """what=train: the optimizer of the timed steps."""
     steps: PositiveInt = 4
     """what=train: timed steps; their median is printed."""
     replays: PositiveInt = 12
@@ -41,13 +44,13 @@ class BenchmarkConfig(RunConfig):
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
     drafts: Counts = (0, 1, 2, 3)
-    """what=decode: drafts of a step."""
+    """what=decode, adaptive: drafts of a step; the controller may choose up to the most of them."""
     temperatures: Temperatures = (1.0, 0.0)
     """what=decode: sampling temperatures; 0 = greedy."""
     prompt_tokens: Sizes = (128, 2048)
     """what=decode: tokens of every prompt."""
     new_tokens: PositiveInt = 256
-    """what=decode: tokens of every response."""
+    """what=decode, adaptive: tokens of every response."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""
     acceptance: Acceptances = ("all", "none")
@@ -61,14 +64,18 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1 and what != "decode":
+            if size > 1 and what not in ("decode", "adaptive"):
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
+        if what != "train" and self.optim.name != "adamw":
+            problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")
+        if self.optim.offload != "none":
+            problems.append(f"optim.offload: {self.optim.offload!r} is not measured by this verb; allowed here: none")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
         empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
-        if self.what == "decode" and self.drafts[0] != 0:
+        if what in ("decode", "adaptive") and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )

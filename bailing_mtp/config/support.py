@@ -1,7 +1,4 @@
-"""The one table of optional backends: what each needs, and whether this version has it wired in.
-
-To lift an entry: wire the backend, set `supported=True`, and move its test from "refused" to "required".
-"""
+"""The one table of optional backends and what each needs of the machine and the install."""
 
 import importlib.util
 from collections.abc import Callable
@@ -22,14 +19,12 @@ class Option:
     """The value that asks for the backend."""
     instead: str = ""
     """Values of the key that need nothing; empty = there are none."""
-    module: str | None = None
-    """Module that must be importable; None = nothing to install."""
+    modules: tuple[str, ...] = ()
+    """Modules that must be importable."""
     install: str = ""
-    """Command that installs the module."""
+    """Command that installs them."""
     needs_gpu: bool = False
     """Runs on a CUDA device only."""
-    supported: bool = True
-    """False = known by name, refused by this version."""
 
 
 OPTIONS = (
@@ -37,7 +32,7 @@ OPTIONS = (
         path="model.kda",
         value="fla",
         instead="torch",
-        module="fla",
+        modules=("fla",),
         install="pip install fla-core==0.6.0",
         needs_gpu=True,
     ),
@@ -46,16 +41,15 @@ OPTIONS = (
         path="model.backend",
         value="te",
         instead="local",
-        module="transformer_engine",
-        install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        modules=("transformer_engine",),
+        install="pip install --no-build-isolation 'transformer-engine[pytorch]>=2.3'",
         needs_gpu=True,
-        supported=False,
     ),
     Option(
         path="model.attention",
         value="flash",
         instead="sdpa",
-        module="flash_attn",
+        modules=("flash_attn",),
         install="pip install --no-build-isolation flash-attn",
         needs_gpu=True,
     ),
@@ -63,24 +57,31 @@ OPTIONS = (
         path="optim.fused",
         value="apex",
         instead="none",
-        module="apex",
+        # The last two are built only where the variables of the command ask for extensions.
+        modules=("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
         # The apex of PyPI is another project.
-        install="pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
+        install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
         needs_gpu=True,
-        supported=False,
     ),
-    Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
+    Option(
+        path="optim.name",
+        value="adamw8bit",
+        instead="adamw",
+        modules=("torchao",),
+        install="pip install 'torchao>=0.18,<0.19'",
+    ),
     Option(
         path="rollout.kernels",
         value="triton",
         instead="torch",
-        module="triton",
+        modules=("triton",),
         install="pip install triton",
         needs_gpu=True,
     ),
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", needs_gpu=True),
+    Option(path="what", value="adaptive", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
 )
 
@@ -93,7 +94,7 @@ def is_installed(module: str) -> bool:
 def check_backends(
     config: Section, *, has_gpu: bool, installed: Callable[[str], bool] = is_installed
 ) -> None:
-    """Refuse every chosen backend that this version, this machine or this install does not have.
+    """Refuse every chosen backend that this machine or this install does not have.
 
     Raises ConfigError; reads nothing but the config, so it runs before anything is loaded.
     """
@@ -109,14 +110,11 @@ def check_backends(
 
 
 def _reason(option: Option, has_gpu: bool, installed: Callable[[str], bool]) -> str:
-    if not option.supported:
-        return f"is not supported by this version; allowed: {option.instead}"
     if option.needs_gpu and not has_gpu:
         allowed = f"; allowed: {option.instead}" if option.instead else ""
         return f"needs a CUDA device and there is none here{allowed}"
-    if option.module is not None and not installed(option.module):
-        return f"needs the module {option.module!r}; install it with: {option.install}"
-    return ""
+    absent = [module for module in option.modules if not installed(module)]
+    return f"needs the module {absent[0]!r}; install it with: {option.install}" if absent else ""
 
 
 def _value_at(config: Section, path: str) -> object:

@@ -79,7 +79,8 @@ def accumulate_gradients(
     totals: list[Tensor] = []
     begin_gradients(state.chunks)
     state.optimizer.zero_grad()
-    on_device = [batch.padded_to(state.context.tp).to(state.context.device) for batch in microbatches]
+    multiple = state.trunk_module.token_multiple
+    on_device = [batch.padded_to(multiple).to(state.context.device) for batch in microbatches]
     for index, batch in enumerate(on_device):
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
             terms = objective(state, batch, counts)

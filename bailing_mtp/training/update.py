@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from bailing_mtp.errors import UserError
 from bailing_mtp.training.state import TrainState
@@ -64,7 +64,8 @@ def clip_and_step(state: TrainState, clip_norm: float | None) -> dict[str, float
     at_hand = contextlib.nullcontext() if state.offload is None else state.offload.on_device()
     with state.context.megatron_scope(), at_hand:
         optimizer.prepare_grads()
-        norms = _norms(optimizer)
+        norms = {TRUNK: float(optimizer.get_grad_norm())}
+        norms |= {group: float(norm) for group, norm in optimizer._compute_grad_norms_by_group().items()}
         _require_finite(state, norms)
         if clip_norm is not None:
             for part in optimizer.chained_optimizers:
@@ -73,35 +74,13 @@ def clip_and_step(state: TrainState, clip_norm: float | None) -> dict[str, float
     return norms
 
 
-def _norms(optimizer: ChainedOptimizer) -> dict[str, float]:
-    """By group, of the gradients of all ranks. As megatron-core's, which reads every parameter's norm on the host."""
-    groups = [None, *(group for group in SEPARATE_GRAD_NORM_GROUPS if optimizer.has_grad_norm_group(group))]
-    total: torch.Tensor | float = 0.0
-    for part in optimizer.chained_optimizers:
-        by_group = [part.get_grads_for_grad_norm(group) for group in groups]
-        squares = torch.stack([_sum_of_squares(grads) for grads in by_group])
-        dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
-        total = total + squares
-    return {group or TRUNK: math.sqrt(square) for group, square in zip(groups, total.tolist(), strict=True)}
-
-
-def _sum_of_squares(grads: list[torch.Tensor]) -> torch.Tensor:
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device="cuda")
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
-
-
-def _clip(optimizer: MegatronOptimizer, clip_norm: float, norms: dict[str, float]) -> None:
-    by_group: dict[str, list[torch.Tensor]] = {}
+def _clip(optimizer: object, clip_norm: float, norms: dict[str, float]) -> None:
+    by_group: dict[str, list[torch.nn.Parameter]] = {}
     for parameter in optimizer.get_parameters():
         group = getattr(parameter, "grad_norm_group", None) or TRUNK
-        if parameter.grad is not None:
-            by_group.setdefault(group, []).append(parameter.grad)
-    for group, grads in by_group.items():
-        factor = clip_norm / (norms[group] + 1e-6)
-        if factor < 1.0:
-            # In place: megatron-core without apex makes a scaled copy of each.
-            torch._foreach_mul_(grads, factor)
+        by_group.setdefault(group, []).append(parameter)
+    for group, parameters in by_group.items():
+        clip_grad_by_total_norm_fp32(parameters, max_norm=clip_norm, total_norm=norms[group])
 
 
 def _require_finite(state: TrainState, norms: dict[str, float]) -> None:

@@ -1,5 +1,7 @@
 """Combinations that need the model's sizes, the world size or the machine."""
 
+import json
+
 import pytest
 
 from bailing_mtp.config import (
@@ -12,8 +14,12 @@ from bailing_mtp.config import (
     check_batch,
     check_layout,
     check_mtp,
+    check_optimizer,
 )
 from bailing_mtp.config.checks import check_eval_depth
+from bailing_mtp.contracts.architecture import Architecture
+from recipes import session
+from tests.distributed.worlds import FIXTURES
 
 SIZES = LayoutSizes(
     num_attention_heads=16,
@@ -102,21 +108,6 @@ def pretrain(**sections: dict) -> PretrainConfig:
     return build_config(PretrainConfig, plain | sections)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "allowed"),
-    [
-        ("model", "backend", "te", "local"),
-        ("optim", "fused", "apex", "none"),
-        ("optim", "name", "adamw8bit", "adamw"),
-    ],
-)
-def test_what_is_not_wired_in_is_refused_by_name(section: str, key: str, value: str, allowed: str):
-    with pytest.raises(ConfigError) as caught:
-        check_backends(pretrain(**{section: {key: value}}), has_gpu=True, installed=lambda module: True)
-    line = f"{section}.{key}: {value!r} is not supported by this version; allowed: {allowed}"
-    assert caught.value.problems == (line,)
-
-
 def test_fla_needs_a_gpu_and_the_package():
     config = pretrain(model={"kda": "fla"})
     with pytest.raises(ConfigError, match="model.kda: 'fla' needs a CUDA device.*allowed: torch"):
@@ -124,6 +115,76 @@ def test_fla_needs_a_gpu_and_the_package():
     with pytest.raises(ConfigError, match="model.kda: 'fla' needs the module 'fla'.*pip install fla-core"):
         check_backends(config, has_gpu=True, installed=lambda module: False)
     check_backends(config, has_gpu=True, installed=lambda module: module == "fla")
+
+
+TE = {"backend": "te", "experts": "grouped"}
+
+
+def test_transformer_engine_and_apex_need_a_gpu_and_the_packages():
+    te, apex = pretrain(model=TE), pretrain(optim={"fused": "apex"})
+    for config, name, instead in ((te, "model.backend: 'te'", "local"), (apex, "optim.fused: 'apex'", "none")):
+        check_backends(config, has_gpu=True, installed=lambda module: True)
+        with pytest.raises(ConfigError, match=f"{name} needs a CUDA device and there is none here; allowed: {instead}"):
+            check_backends(config, has_gpu=False, installed=lambda module: True)
+    with pytest.raises(ConfigError, match="needs the module 'transformer_engine'; install it with: pip install"):
+        check_backends(te, has_gpu=True, installed=lambda module: False)
+    # An apex that was built without its extensions.
+    with pytest.raises(ConfigError, match="needs the module 'amp_C'; install it with: APEX_CPP_EXT=1 APEX_CUDA_EXT=1"):
+        check_backends(apex, has_gpu=True, installed=lambda module: module == "apex")
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"model": {"backend": "te"}}, "model.backend: 'te' has no loop over experts; set model.experts=grouped"),
+        ({"model": {"fp8": "blockwise"}}, "model.fp8: 'blockwise' needs model.backend=te"),
+        ({"model": TE | {"fp8": "mxfp8", "dtype": "fp32"}}, "model.fp8: 'mxfp8' needs model.dtype=bf16"),
+        ({"model": TE | {"fp8": "delayed"}}, "model.fp8: 'delayed' is not allowed; use one of"),
+        ({"optim": {"fused": "apex", "offload": "cpu"}}, "optim.fused: 'apex' needs optim.offload=none"),
+        ({"optim": {"fused": "apex", "name": "adamw8bit"}}, "optim.fused: 'apex' updates with optim.name=adamw only"),
+    ],
+)
+def test_what_transformer_engine_and_apex_do_not_go_with(sections: dict, line: str):
+    with pytest.raises(ConfigError) as caught:
+        pretrain(**sections)
+    assert caught.value.problems[0].startswith(line)
+    pretrain(model=TE | {"fp8": "blockwise"})
+
+
+def test_8_bit_states_need_the_package_and_no_gpu():
+    config = pretrain(optim={"name": "adamw8bit"})
+    with pytest.raises(ConfigError, match="optim.name: 'adamw8bit' needs the module 'torchao'.*pip install 'torchao"):
+        check_backends(config, has_gpu=True, installed=lambda module: False)
+    check_backends(config, has_gpu=False, installed=lambda module: module == "torchao")
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "tp", "ep", "world_size"), [(True, 1, 1, 1), (True, 2, 2, 2), (True, 8, 8, 8), (False, 4, 1, 4)]
+)
+def test_8_bit_states_where_no_parameter_has_copies(has_experts: bool, tp: int, ep: int, world_size: int):
+    check_optimizer(name="adamw8bit", has_experts=has_experts, tp=tp, ep=ep, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "world_size", "copies"),
+    [(1, 1, 2, "dp=2, of experts 2"), (1, 2, 2, "dp=2, of experts 1"), (2, 1, 2, "dp=1, of experts 2")],
+)
+def test_8_bit_states_of_copies_are_refused(tp: int, ep: int, world_size: int, copies: str):
+    layout = {"has_experts": True, "tp": tp, "ep": ep, "world_size": world_size}
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(name="adamw8bit", **layout)
+    (line,) = caught.value.problems
+    assert line.startswith("optim.name: 'adamw8bit' needs every parameter on one rank alone")
+    assert f"parallel.tp={tp} parallel.ep={ep} makes {copies}; allowed here: parallel.tp=2 parallel.ep=2;" in line
+    check_optimizer(name="adamw", **layout)
+
+
+def test_two_ranks_hear_it_before_they_meet(monkeypatch: pytest.MonkeyPatch):
+    arch = Architecture.from_hf(json.loads((FIXTURES / "moe" / "config.json").read_text()), "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(session, "build_context", lambda *_: pytest.fail("process groups were formed"))
+    with pytest.raises(ConfigError, match="optim.name: 'adamw8bit' needs every parameter on one rank alone .dp=1"):
+        session.join_ranks(pretrain(optim={"name": "adamw8bit"}), arch)
 
 
 def test_defaults_need_nothing_in_any_recipe():

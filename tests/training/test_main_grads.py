@@ -13,6 +13,7 @@ from torch import Tensor
 from bailing_mtp.config import OptimConfig
 from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.training.main_grads import begin_gradients
 from bailing_mtp.training.state import build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 from bailing_mtp.training.update import clip_and_step, finish_gradients
@@ -100,3 +101,19 @@ def test_a_step_is_the_same_after_any_history(context: ParallelContext):
         result = train_step(state, [BATCHES[2]], models.objective())
         found.append((result.metrics["train/grad_norm"], result.metrics["mtp/grad_norm"]))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_fused_weight_gradients_find_a_cleared_buffer(context: ParallelContext, monkeypatch: pytest.MonkeyPatch):
+    """Where megatron-core's linears add to the buffer themselves, it is cleared and added to."""
+    state = models.fixture_state(context)
+    accumulate_gradients(state, [BATCHES[0]], models.objective())
+    once = models.main_grads(state)
+    for chunk in state.chunks:
+        monkeypatch.setattr(chunk.config, "gradient_accumulation_fusion", True)
+    begin_gradients(state.chunks)
+    assert not any(p.main_grad.any() for chunk in state.chunks for p in chunk.module.parameters())
+    objective = models.objective()
+    for chunk in state.chunks:
+        monkeypatch.setattr(chunk.config, "gradient_accumulation_fusion", False)
+    objective(state, BATCHES[0], objective.count(BATCHES[0])).total.backward()
+    assert all(torch.equal(grad, once[name]) for name, grad in models.main_grads(state).items())
