@@ -1,14 +1,14 @@
 """Training steps with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from bailing_mtp.config import BenchmarkConfig, MtpConfig
+from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
-from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
+from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.build import build_model
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.flops import peak_flops_per_s, training_flops
@@ -16,64 +16,9 @@ from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 
+from .bench_train_arms import Arm, Figure, pack
 from .bench_train_size import random_source
 from .session import model_settings
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One line of the table."""
-
-    name: str
-    mtp: MtpConfig
-    recompute: str
-    tokens: int
-    trained_share: float = 1.0
-    """Share of every document, its end, that is trained on."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    mtp: str
-    recompute: str
-    tokens: int
-    step_ms: float
-    forward_backward_ms: float
-    tokens_per_second: float
-    """Of whole steps, the optimizer included, over all ranks."""
-    model_tflops_per_s: float
-    """Of one GPU."""
-    mfu: float | None
-    peak_gib: float
-    loss: float
-
-
-def arms(tokens: tuple[int, ...]) -> Iterator[Arm]:
-    """The first token count with every MTP loss and recompute, the others with the main ones."""
-    off, joint = MtpConfig(), MtpConfig(loss_scale=0.3)
-    detached, deep = MtpConfig(loss_scale=0.3, detach=True), MtpConfig(loss_scale=0.3, depth=2)
-    first, *others = tokens
-    yield Arm("off", off, "none", first)
-    yield Arm("off, half", off, "none", first, 0.5)
-    for count in others:
-        yield Arm("off", off, "none", count)
-    yield Arm("joint", joint, "none", first)
-    yield Arm("detached, half", detached, "none", first, 0.5)
-    yield Arm("joint depth 2", deep, "none", first)
-    for count in others:
-        yield Arm("joint", joint, "none", count)
-    for recompute in ("selective", "full"):
-        yield Arm("off", off, recompute, first)
-        yield Arm("joint", joint, recompute, max(tokens))
-
-
-def pack(arch: Architecture, tokens: int, trained_share: float) -> TokenBatch:
-    """Three documents of different lengths, random ids."""
-    lengths = (tokens * 3 // 8, tokens // 2, tokens - tokens * 3 // 8 - tokens // 2)
-    layout = PackedLayout.build(lengths)
-    ids = torch.randint(0, arch.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
-    length_T = layout.document_end_T - torch.repeat_interleave(layout.cu_seqlens[:-1], torch.tensor(lengths))
-    return TokenBatch(ids, layout.position_ids_T >= (1 - trained_share) * length_T, layout)
 
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:
@@ -88,6 +33,27 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
             else:
                 parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
     return build_state(built, context, config.optim, steps=1000)
+
+
+class States:
+    """One model at a time, kept for as long as arms can share it."""
+
+    def __init__(self, config: BenchmarkConfig, arch: Architecture, context: ParallelContext) -> None:
+        self._make = lambda arm: make_state(config, arch, context, arm)
+        self._kept: TrainState | None = None
+        self._built_for: tuple[bool, str] | None = None
+
+    def get(self, arm: Arm) -> TrainState:
+        wanted = (arm.mtp.loss_scale is None, arm.recompute)
+        if self._kept is None or wanted != self._built_for:
+            self.forget()  # freed before the next one is made
+            self._kept, self._built_for = self._make(arm), wanted
+        return self._kept
+
+    def forget(self) -> None:
+        self._kept = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def passes(state: TrainState, batch: TokenBatch, objective: PretrainObjective) -> None:
@@ -117,7 +83,10 @@ def measure_arm(config: BenchmarkConfig, state: TrainState, arch: Architecture, 
     torch.cuda.reset_peak_memory_stats()
     step_s = timed(config, lambda: losses.append(train_step(state, [batch], objective).metrics["train/lm_loss"]))
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    before_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     passes_s = timed(config, lambda: passes(state, batch, objective))
+    activation_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
     depth = 0 if arm.mtp.loss_scale is None else arm.mtp.depth
     context = state.context
     tokens_per_second = context.dp * arm.tokens / step_s
@@ -125,5 +94,5 @@ def measure_arm(config: BenchmarkConfig, state: TrainState, arch: Architecture, 
     peak = peak_flops_per_s(torch.cuda.get_device_name())
     return Figure(
         arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, tokens_per_second, flops_per_s / 1e12,
-        None if peak is None else flops_per_s / peak, peak_gib, losses[-1],
+        None if peak is None else flops_per_s / peak, peak_gib, activation_gib, losses[-1],
     )  # fmt: skip

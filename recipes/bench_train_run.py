@@ -1,6 +1,8 @@
-"""The run of what=train: parts and kernels of one step first, then a line for every arm, then the JSON file."""
+"""The run of what=train: parts of one step, a line for every arm, kernels of one step; the JSON file after each.
 
-import gc
+The kernels come last: once it has recorded them, the profiler makes every later launch slower.
+"""
+
 import itertools
 import time
 from collections.abc import Callable
@@ -18,15 +20,12 @@ from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.step import train_step
 
 from .bench_figures import write_json
-from .bench_train import Arm, Figure, arms, make_state, measure_arm, pack, passes, timed
+from .bench_train import States, measure_arm, passes, timed
+from .bench_train_arms import HEADING, Arm, Figure, arms, compared, line, pack, without_mtp
 from .bench_train_parts import head_seconds, kernel_table, part_seconds
 from .bench_train_size import cut_to_memory
 from .session import join_ranks, leave_ranks
 
-HEADING = (
-    f"{'mtp':<18} {'recompute':<10} {'tokens':>6} {'step ms':>8} {'fwd+bwd':>8} {'tokens/s':>9} {'TFLOP/s':>8} "
-    f"{'MFU':>6} {'peak GiB':>8} {'loss':>7}"
-)
 Show = Callable[[str], None]
 
 
@@ -48,35 +47,41 @@ def run_train(config: BenchmarkConfig, about: Callable[[torch.device], dict[str,
             print(line, flush=True)
 
     show("\n".join(f"  {name}: {value}" for name, value in stated.items()))
-    figures: list[dict[str, Any]] = []
     detail: dict[str, Any] = {}
-    state, built_for = None, None
-    for arm in itertools.islice(arms(config.tokens), config.lines):
-        wanted = (arm.mtp.loss_scale is None, arm.recompute)
-        if wanted != built_for:
-            state = None  # freed before the next one is made
-            gc.collect()
-            torch.cuda.empty_cache()
-            state, built_for = make_state(config, arch, context, arm), wanted
-        if not detail:
-            detail = one_step(config, state, arch, arm, show)
-            show(HEADING)
-        figure = measured(config, state, arch, arm, show)
-        if figure is None:
-            # What the failed step left behind goes with its state.
-            state, built_for = None, None
-        figures.append(figure or {"mtp": arm.name, "recompute": arm.recompute, "tokens": arm.tokens})
+    figures: dict[Arm, Figure | None] = {}
+
+    def write() -> None:
+        rows = [asdict(x) if x is not None else _out_of_memory(arm) for arm, x in figures.items()]
         if context.is_writer:
-            write_json(target, {**stated, **detail, "figures": figures})
+            write_json(target, {**stated, **detail, "figures": rows})
+
+    states = States(config, arch, context)
+    for arm in itertools.islice(arms(config.tokens), config.lines):
+        state = states.get(arm)
+        if not detail:
+            detail = {"parts_ms": parts_of_a_step(config, state, arch, arm, show)}
+            show(HEADING)
+        figures[arm] = measured(config, state, arch, arm, figures.get(without_mtp(arm)), show)
+        if figures[arm] is None:
+            states.forget()
+        del state
+        write()
+    first = next(arms(config.tokens))
+    detail["kernels"] = kernels_of_a_step(states.get(first), arch, first, show)
+    write()
     show(f"benchmark: {len(figures)} arms, written to {target}")
     leave_ranks()
 
 
+def _out_of_memory(arm: Arm) -> dict[str, Any]:
+    return {"mtp": arm.name, "recompute": arm.recompute, "tokens": arm.tokens}
+
+
 def measured(
-    config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, show: Show
-) -> dict[str, Any] | None:
-    """A figure; None where the arm does not fit into memory. Of several ranks the others would wait for one that does
-    not: it ends them all."""
+    config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, plain: Figure | None, show: Show
+) -> Figure | None:
+    """A figure, compared with that of the arm without an MTP loss; None where the arm does not fit into memory. Of
+    several ranks the others would wait for one that does not: it ends them all."""
     try:
         figure = measure_arm(config, state, arch, arm)
     except torch.cuda.OutOfMemoryError:
@@ -84,23 +89,16 @@ def measured(
             raise
         show(f"{arm.name:<18} {arm.recompute:<10} {arm.tokens:>6} out of memory")
         return None
+    if arm.mtp.loss_scale is not None and plain is not None:
+        figure = compared(figure, plain)
     show(line(figure))
-    return asdict(figure)
+    return figure
 
 
-def line(x: Figure) -> str:
-    """One line under HEADING."""
-    mfu = "" if x.mfu is None else f"{x.mfu:.1%}"
-    return (
-        f"{x.mtp:<18} {x.recompute:<10} {x.tokens:>6} {x.step_ms:>8.1f} {x.forward_backward_ms:>8.1f} "
-        f"{x.tokens_per_second:>9.0f} {x.model_tflops_per_s:>8.1f} {mfu:>6} {x.peak_gib:>8.1f} {x.loss:>7.3f}"
-    )
-
-
-def one_step(
+def parts_of_a_step(
     config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, show: Show
-) -> dict[str, Any]:
-    """Parts and kernels of a step of this arm, printed."""
+) -> dict[str, float]:
+    """Milliseconds of the parts of a step of this arm, printed."""
     batch, objective = pack(arch, arm.tokens, arm.trained_share), PretrainObjective(arm.mtp)
     started_s = time.monotonic()
     train_step(state, [batch], objective)
@@ -110,10 +108,8 @@ def one_step(
     def both_passes() -> None:
         passes(state, batch, objective)
 
-    def step() -> None:
-        train_step(state, [batch], objective)
-
-    step_s, passes_s = timed(config, step), timed(config, both_passes)
+    step_s = timed(config, lambda: train_step(state, [batch], objective))
+    passes_s = timed(config, both_passes)
     parts = part_seconds(state, both_passes)
     parts["heads"] = head_seconds(state, batch, lambda run: timed(config, run))
     parts["rest of the passes"] = passes_s - sum(parts.values())
@@ -121,11 +117,18 @@ def one_step(
     show(f"parts of a step of {arm.tokens} tokens, ms ({count_parameters(*_modules(state)):,} parameters):")
     for part, seconds in parts.items():
         show(f"  {part:<20} {seconds * 1e3:>8.1f}  {seconds / step_s:>6.1%}")
-    kernels = kernel_table(step)
+    return {part: seconds * 1e3 for part, seconds in parts.items()}
+
+
+def kernels_of_a_step(state: TrainState, arch: Architecture, arm: Arm, show: Show) -> list[dict[str, Any]]:
+    """The kernels of a step of this arm that take the most time, printed."""
+    batch, objective = pack(arch, arm.tokens, arm.trained_share), PretrainObjective(arm.mtp)
+    train_step(state, [batch], objective)
+    kernels = kernel_table(lambda: train_step(state, [batch], objective))
     show("kernels of a step, ms:")
     for row in kernels:
         show(f"  {row['ms']:>8.2f} {row['calls']:>6}  {row['kernel'][:100]}")
-    return {"parts_ms": {part: seconds * 1e3 for part, seconds in parts.items()}, "kernels": kernels}
+    return kernels
 
 
 def _modules(state: TrainState) -> list[torch.nn.Module]:

@@ -66,7 +66,10 @@ class ParallelContext:
             dist.barrier()
 
     def sum_over_dp(self, values: Sequence[float | int | Tensor]) -> list[float]:
-        """Element-wise sum over data-parallel ranks, in float64, in one collective."""
+        """Element-wise sum over data-parallel ranks, in float64, in one collective. A single replica's numbers of the
+        host are not sent through the device, whose queued work the host would wait for."""
+        if self.dp == 1 and not any(isinstance(value, Tensor) for value in values):
+            return [float(value) for value in values]
         total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.dp > 1:
             dist.all_reduce(total, group=self.dp_group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -73,9 +73,12 @@ def microbatches(n: int = 4, lengths: tuple[int, ...] = (37, 60, 30), vocab: int
 
 
 def uneven_microbatches() -> list[TokenBatch]:
-    """Packs with very different numbers of sites; one has next to none."""
+    """Packs with very different numbers of sites: answers alone, all but holes, next to none, none."""
     lengths = ((37, 60, 30), (5, 9, 2), (3, 3), (40, 1, 2))
-    return [microbatches(1, lengths=pack)[0] for pack in lengths]
+    packs = [microbatches(1, lengths=pack)[0] for pack in lengths]
+    answers_T = packs[0].loss_mask_T & (packs[0].layout.position_ids_T >= 20)
+    nothing_T = torch.zeros_like(packs[3].loss_mask_T)
+    return [replace(packs[0], loss_mask_T=answers_T), *packs[1:3], replace(packs[3], loss_mask_T=nothing_T)]
 
 
 def maps_of(built: BuiltModel, shard: Shard) -> list[tuple[nn.Module, ParamMaps]]:
