@@ -9,6 +9,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # which is what lets tensor-parallel communication overlap the work it was put before.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
+# Collectives in CUDA graphs have communicators of their own (ParallelContext.for_graphs), so that NCCL need not guard
+# every one of them against eager launches on the same communicator, which takes longer than a small sum itself.
+export NCCL_GRAPH_MIXING_SUPPORT="${NCCL_GRAPH_MIXING_SUPPORT:-0}"
+
 # Log lines of several ranks arrive when they are printed.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 

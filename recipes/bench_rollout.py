@@ -60,7 +60,7 @@ class TimedRollouts:
         prompt_tokens: int,
         new_tokens: int,
         adaptive: bool = False,
-        tp_sum: Literal["library", "one_shot"] = "library",
+        tp_sum: Literal["library", "peer"] = "library",
     ) -> None:
         self._laps = Laps()
         self._drafter = ForcedDrafter(context.device)

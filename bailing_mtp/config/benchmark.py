@@ -53,7 +53,7 @@ class BenchmarkConfig(RunConfig):
     """what=decode: tokens of every prompt."""
     new_tokens: PositiveInt = 256
     """what=decode, adaptive: tokens of every response."""
-    tp_sum: Literal["library", "one_shot"] = "library"
+    tp_sum: Literal["library", "peer"] = "library"
     """what=decode: as rollout.tp_sum."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""

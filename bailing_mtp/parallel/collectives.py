@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TWO_SHOT_ELEMENTS = 400_000
+"""Elements from which on two shots, their copies into and out of the room included, take less than one: on two H200s
+one takes 10.9 and 20.4 us at 256 and 768 rows of 1536 in bf16, two take 8.5 and 13.5 and the copies about 4."""
+
 # Newer versions warn of the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -25,11 +29,14 @@ def sum_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
-class OneShotSum:
-    """Sums small tensors over GPUs of one node that read one another's memory: one launch, where each rank adds all
-    ranks' values in one order. Equal on all ranks. Made by all ranks of the group together.
+class PeerSum:
+    """Sums tensors over GPUs of one node that read one another's memory. Equal on all ranks, which each add all values
+    in one order. Made by all ranks of the group together.
 
-    torch's symmetric memory. More elements than there is room for are summed by the group's library.
+    torch's symmetric memory, without multicast. In one launch every rank adds everything; from TWO_SHOT_ELEMENTS on
+    each adds a part and hands it to the others. Sums may follow one another in the one room: on a stream of every
+    rank, these launches end only when all ranks have read what they need of it. More elements than there is room for,
+    and tensors that do not fill words of 16 bytes, are summed by the group's library.
     """
 
     def __init__(self, group: dist.ProcessGroup, elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,11 +48,17 @@ class OneShotSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum; `x` may hold it too."""
-        x = x.contiguous()
-        if x.numel() <= self._room.numel():
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(self._room, x, "sum", self._group.group_name)
-        dist.all_reduce(x, group=self._group)
-        return x
+        x, n = x.contiguous(), x.numel()
+        if n > self._room.numel() or any(count * x.element_size() % 16 for count in (n, x.storage_offset())):
+            dist.all_reduce(x, group=self._group)
+            return x
+        # The sum takes the sizes of both from the room's.
+        room, flat = self._room[:n], x.view(-1)
+        ops, name = torch.ops.symm_mem, self._group.group_name
+        if n < TWO_SHOT_ELEMENTS:
+            return ops.one_shot_all_reduce_copy(room, flat, "sum", name).view_as(x)
+        room.copy_(flat)
+        return ops.two_shot_all_reduce_(room, "sum", name).clone().view_as(x)
 
 
 def gathered(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:

@@ -8,8 +8,9 @@ experts over consecutive ranks; data parallel (dp) is the rest, world / tp. Expe
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,19 @@ class ParallelContext:
     @property
     def dp_group(self) -> dist.ProcessGroup:
         return self.groups.dp
+
+    @functools.cached_property
+    def for_graphs(self) -> ParallelContext:
+        """This place with tp and ep groups of its own, and no others, for the collectives inside CUDA graphs; itself
+        where there are none. Collective over all ranks when first read.
+
+        With NCCL_GRAPH_MIXING_SUPPORT=0 no eager collective may run on a communicator while a graph that uses it does,
+        whatever streams they are on. Groups that no eager collective uses can be launched without NCCL's guard of it.
+        """
+        if self.device.type == "cpu" or self.tp == self.ep == 1:
+            return self
+        groups = ProcessGroupCollection(tp=_same_ranks(self.tp_group), ep=_same_ranks(self.ep_group))
+        return replace(self, groups=groups)
 
     def megatron_scope(self) -> contextlib.AbstractContextManager[None]:
         """Scope in which megatron-core's optimizer and DDP code may name the device "cuda"."""
@@ -139,10 +153,15 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
         return None
     if device.type == "cpu":
         return group
+    return _same_ranks(group, "gloo")
+
+
+def _same_ranks(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of the ranks of `group`. Collective over all ranks. backend: None = that of the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
     # Made by all ranks in one order: its name is then never one that an ended group has left in the store.
-    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in dict.fromkeys(map(tuple, everyone))}
+    made = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in dict.fromkeys(map(tuple, everyone))}
     return made[tuple(everyone[dist.get_rank()])]
 
 

@@ -20,7 +20,7 @@ from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, Sa
 from bailing_mtp.errors import UserError
 from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
-from bailing_mtp.parallel.collectives import OneShotSum
+from bailing_mtp.parallel.collectives import PeerSum
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
@@ -67,6 +67,8 @@ class RolloutEngine:
         records_routes: samples bring the experts of their tokens. kernels: decode kernels in place of those that the
         config names. Collective."""
         self._view_source, self._context, self._config = view_source, context, config
+        # Of decode steps alone: prefills and first tokens are eager.
+        self._step_context = context.for_graphs if config.cuda_graphs else context
         self._tokenizer, self._drafter = tokenizer, drafter
         assert drafter is None or config.draft_vocabulary is None, "a vocabulary of drafts is for the MTP layer's own"
         self._tell, self._make_capturer = tell, make_capturer
@@ -76,7 +78,7 @@ class RolloutEngine:
         self._controller = Controller(config.speculative_tokens) if config.adaptive else None
         self._reduced: ReducedHead | None = None
         self._memory: RolloutMemory | None = None
-        self._tp_sum: OneShotSum | None = None
+        self._tp_sum: PeerSum | None = None
         self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate` or `advance`, over all replicas."""
@@ -205,10 +207,13 @@ class RolloutEngine:
             config.speculative_tokens,
         )
         prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
-        program = Program(view, memory, context, self._kernels, prefills, self._records_routes, self._tp_sum)
-        steps = self._bound_steps(program, limits)
+        eager, stepped = (
+            Program(view, memory, where, self._kernels, prefills, self._records_routes, tp_sum)
+            for where, tp_sum in ((context, None), (self._step_context, self._tp_sum))
+        )
+        steps = self._bound_steps(stepped, limits)
         fixed_reach = self._kernels is not torch_kernels
-        runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
+        runner = Runner(eager, memory, steps, context.tp_group, fixed_reach)
         drafts = config.speculative_tokens
         return RolloutSession(
             runner, scheduler, self._lockstep, limits, self._tokenizer, drafts, rollout_step, self._controller
@@ -276,9 +281,9 @@ class RolloutEngine:
             self.release()
         if self._memory is None:
             self._memory = RolloutMemory(plan, context.device)
-            if config.tp_sum == "one_shot" and context.tp > 1:
+            if config.tp_sum == "peer" and context.tp > 1:
                 room = bucket(limits.max_running) * plan.records * plan.hidden_size
-                self._tp_sum = OneShotSum(context.tp_group, room, plan.dtype, context.device)
+                self._tp_sum = PeerSum(self._step_context.tp_group, room, plan.dtype, context.device)
         return self._memory
 
     def _reduced_head(self, view: WeightsView) -> ReducedHead | None:
@@ -301,7 +306,7 @@ class RolloutEngine:
             self._steps = DecodeSteps(program.memory, bucket(limits.max_running), graphs, program.route_format)
         if self._steps.graphs is not None:
             self._steps.graphs.require_addresses([tensor.data_ptr() for tensor in program.view.tensors()])
-        self._steps.bind(program, self._drafter or MtpDrafter(self._reduced), self._context.tp_group)
+        self._steps.bind(program, self._drafter or MtpDrafter(self._reduced), self._step_context.tp_group)
         return self._steps
 
     def _gather(self, mine: Any) -> list[Any]:

@@ -73,12 +73,15 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, body: Body) -> None:
+        # Eager collectives on the groups of the graphs: no graph may run meanwhile (ParallelContext.for_graphs).
+        torch.cuda.synchronize(self._device)
         current = torch.cuda.current_stream(self._device)
         # On the stream of the capture, whose library workspaces then exist before it.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             body()
         current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
 
     def capture(self, body: Body) -> Replayable:
         graph = torch.cuda.CUDAGraph()

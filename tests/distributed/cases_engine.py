@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,11 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, SamplingParams
+from bailing_mtp.parallel import collectives
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.graphs import StepShape
+from bailing_mtp.rollout.launch import DecodeSteps
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.stats import RolloutStats
 from tests.distributed import worlds
 from tests.rollout.engine_rig import Scripted, all_samples, make_engine, random_prompts, responses
+from tests.rollout.test_graphs import FakeCapturer
 
 VOCAB, DRAFTS = 512, 2
 PLAIN = SamplingParams(max_new_tokens=9, seed=5)
@@ -120,7 +125,7 @@ def engine_reduced(reference: worlds.Reference, scratch: Path, tp: int, ep: int)
 
 
 class CountedSum:
-    """In the place of OneShotSum, where no GPU is: the group's own sum of tensors that there is room for."""
+    """In the place of PeerSum, where no GPU is: the group's own sum of tensors that there is room for."""
 
     latest: CountedSum
 
@@ -135,18 +140,62 @@ class CountedSum:
         return total
 
 
-def engine_one_shot(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+def engine_peer(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """Sums that leave their input alone may stand in for the group's: the same tokens."""
     found = []
-    with worlds.layout(tp, ep) as context, mock.patch("bailing_mtp.rollout.engine.OneShotSum", CountedSum):
+    with worlds.layout(tp, ep) as context, mock.patch("bailing_mtp.rollout.engine.PeerSum", CountedSum):
         model = worlds.fixture_model("moe", context)
-        for tp_sum in ("library", "one_shot"):
+        for tp_sum in ("library", "peer"):
             engine = make_engine(model, context, DRAFTS, tp_sum=tp_sum, keep_memory=True)
             found.append(responses(engine.generate(_prompts(3))))
         assert found[0] == found[1] and CountedSum.latest.elements == 4 * (DRAFTS + 1) * model.trunk.arch.hidden_size
         assert CountedSum.latest.summed > 100
         engine.release()
         assert engine._tp_sum is None
+
+
+def engine_graph_groups(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Everything inside captured steps talks in the groups of the graphs, everything else in the ordinary ones; they
+    are made once for a context and end with it."""
+    used: dict[bool, set[dist.ProcessGroup]] = {False: set(), True: set()}
+    inside = False
+
+    def watched(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, group: dist.ProcessGroup | None = None, **kwargs: object) -> object:
+            used[inside].add(group)
+            return real(*args, group=group, **kwargs)
+
+        return call
+
+    def run(self: DecodeSteps, shape: StepShape) -> None:
+        nonlocal inside
+        inside = True
+        plain_run(self, shape)
+        inside = False
+
+    plain_run = DecodeSteps._run
+    with worlds.layout(1, 1) as alone:
+        expected = responses(_rollout(alone, _prompts(5))[0])
+    with worlds.layout(tp, ep) as context, contextlib.ExitStack() as patches:
+        assert context.for_graphs is context
+        # What decides is the device; the groups are of the world's backend.
+        pretended = replace(context, device=torch.device("cuda"))
+        graphs = replace(pretended.for_graphs, device=context.device)
+        assert pretended.for_graphs is pretended.for_graphs
+        mine, ordinary = ({place.tp_group, place.ep_group} for place in (graphs, context))
+        assert len(mine) == 2 and not mine & ordinary
+        for module, *names in ((dist, "all_reduce", "broadcast"), (collectives, "_all_gather", "_reduce_scatter")):
+            for name in names:
+                patches.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
+        patches.enter_context(mock.patch.object(DecodeSteps, "_run", run))
+        patches.enter_context(mock.patch.dict(vars(context), for_graphs=graphs))
+        engine = make_engine(worlds.fixture_model("moe", context), context, DRAFTS, cuda_graphs=True)
+        engine._make_capturer = FakeCapturer
+        assert responses(engine.generate(_prompts(5))) == expected
+        inside_group, group = (graphs.tp_group, context.tp_group) if tp > 1 else (graphs.ep_group, context.ep_group)
+        assert used[True] == {inside_group}, used
+        assert group in used[False] and not mine & used[False]
+    assert not mine & set(dist.distributed_c10d._world.pg_map)
 
 
 def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:

@@ -23,6 +23,9 @@ from tests.distributed.worlds import TIMEOUT_S
 
 DONE = "case done:"
 CASE_LIMIT_S = float(os.environ.get("CASE_LIMIT_S", "300"))
+SUITE_LIMIT_S = float(os.environ.get("SUITE_LIMIT_S", "inf"))
+"""Of all cases together: the one in progress then prints its stacks."""
+BEGAN_S = time.monotonic()
 
 
 def main(reference_file: Path, scratch: Path, wanted: tuple[str, ...]) -> None:
@@ -39,7 +42,8 @@ def main(reference_file: Path, scratch: Path, wanted: tuple[str, ...]) -> None:
         if wanted and not name.startswith(wanted):
             continue
         started_s = time.monotonic()
-        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        left_s = max(1.0, SUITE_LIMIT_S - (started_s - BEGAN_S))
+        faulthandler.dump_traceback_later(min(CASE_LIMIT_S, left_s), exit=True)
         case(reference, scratch)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from bailing_mtp.config import MtpConfig, OptimConfig
 from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.parallel.collectives import TWO_SHOT_ELEMENTS, PeerSum
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import RolloutEngine
+from bailing_mtp.rollout.graphs import CudaCapturer
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import train_step
@@ -91,6 +94,39 @@ def greedy_rollouts(
     assert all(tokens == found[(1, 1), 0] for tokens in found.values())
 
 
+def peer_sums(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Sums over peer memory of every size and way, one after another in one room and by a graph, and whole rollouts."""
+    sizes = (8, 1536, 1001, TWO_SHOT_ELEMENTS - 8, TWO_SHOT_ELEMENTS, 2 * TWO_SHOT_ELEMENTS + 24, 4 * TWO_SHOT_ELEMENTS)
+    for dtype in (BF16, FP32):
+        with worlds.layout(tp, ep) as context:
+            graphs = context.for_graphs
+            peers = PeerSum(graphs.tp_group, 3 * TWO_SHOT_ELEMENTS, dtype, context.device)
+            generator = torch.Generator(context.device).manual_seed(context.rank)
+            parts = [torch.randn(n, generator=generator, device=context.device).to(dtype) for n in sizes] * 3
+            wide = [part.clone() for part in parts]
+            for part in wide:
+                dist.all_reduce(part, group=context.tp_group)
+            found: list[torch.Tensor] = []
+
+            def sums(found: list[torch.Tensor] = found, parts: list[torch.Tensor] = parts, peers: PeerSum = peers):
+                found[:] = [peers(part.clone().view(1, -1)) for part in parts]
+
+            capturer = CudaCapturer(context.device)
+            capturer.warm_up(sums)
+            eager = [total.clone() for total in found]
+            graph = capturer.capture(sums)
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+            for expected, once, replayed in zip(wide, eager, found, strict=True):
+                assert once.shape == (1, len(expected))
+                # Of two values each order of adding gives the same.
+                assert torch.equal(once[0], expected) and torch.equal(replayed, once)
+            del graph, found[:]
+            capturer.release()
+    greedy_rollouts(reference, scratch, tp, ep, tp_sum="peer")
+
+
 def graph_is_eager(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """Tokens and log-probabilities bit for bit, with every set of rules, collectives inside the graph."""
     kinds = ((SAMPLED,), (SAMPLED, GREEDY), (dataclasses.replace(SAMPLED, top_p=0.8),))
@@ -156,6 +192,6 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(cases_engine.engine, (2, 2), (1, 2)),
         "engine_disagreement": cases_engine.engine_disagreement,
         "reshard": functools.partial(cases_checkpoint.reshard, tolerance=1e-5),
-        "one_shot_sums": functools.partial(greedy_rollouts, tp=2, ep=2, tp_sum="one_shot"),
+        "peer_sums": functools.partial(peer_sums, tp=2, ep=2),
     }
 }
