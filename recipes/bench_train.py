@@ -16,6 +16,7 @@ from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 
+from .bench_weights import fill_random
 from .session import Source, model_settings
 
 BYTES_PER_PARAMETER = 18
@@ -100,13 +101,7 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
     """A model of random weights, made on the device."""
     settings = model_settings(config.model, random_source(arch), arm.recompute, expert_bias_rate=1e-3)
     built = build_model(arch, settings, context, with_mtp=arm.mtp.loss_scale is not None)
-    generator = torch.Generator(context.device).manual_seed(config.seed)
-    for module in built.modules:
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
+    fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
     return build_state(built, context, OptimConfig(lr=1e-5), steps=1000)
 
 

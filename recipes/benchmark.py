@@ -1,4 +1,4 @@
-"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|train
+"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|train|grpo
 
 Prints a table and writes <run_dir>/benchmark.json. A shape is timed only where its kernels equal their torch twins;
 where one does not, the rest is measured and the exit code is 1.
@@ -22,7 +22,7 @@ FILE = "benchmark.json"
 def main(config: BenchmarkConfig) -> None:
     if config.what != "decode" and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
-    {"kernels": kernels, "decode": decode, "train": train}[config.what](config)
+    {"kernels": kernels, "decode": decode, "train": train, "grpo": grpo}[config.what](config)
 
 
 def about(config: BenchmarkConfig, device: "torch.device", **shape: Any) -> dict[str, Any]:
@@ -62,6 +62,17 @@ def train(config: BenchmarkConfig) -> None:
     stated = about(config, torch.device("cuda", torch.cuda.current_device()))
     print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
     run_train(config, stated, Path(config.run_dir) / FILE)
+
+
+def grpo(config: BenchmarkConfig) -> None:
+    import torch
+
+    from .bench_policy_run import run_policy
+
+    shape = {"rows": config.rollout.max_running, "prompts": config.prompts, "samples": config.samples}
+    stated = about(config, torch.device("cuda", torch.cuda.current_device()), new_tokens=config.new_tokens, **shape)
+    print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
+    run_policy(config, stated, Path(config.run_dir) / FILE)
 
 
 def decode(config: BenchmarkConfig) -> None:

@@ -5,7 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from .errors import raise_if_any
+from .rollout import RolloutConfig, check_rollout
 from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .training import MtpConfig, OptimConfig
 from .verbs import RunConfig
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
@@ -18,10 +20,10 @@ Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
-    what: Literal["kernels", "decode", "train"]
+    what: Literal["kernels", "decode", "train", "grpo"]
     """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
     of the engine, with CUDA graphs. train: training steps with and without the MTP loss and recompute, and where the
-    time of one goes."""
+    time of one goes. grpo: whole updates of the grpo recipe, from rollouts to weights, for each number of drafts."""
     rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
@@ -35,19 +37,33 @@ class BenchmarkConfig(RunConfig):
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
     steps: PositiveInt = 4
-    """what=train: timed steps; their median is printed."""
+    """what=train: timed steps; their median is printed. what=grpo: updates for each number of drafts."""
     replays: PositiveInt = 12
     """what=kernels: timed replays of each CUDA graph; their median is printed."""
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
     drafts: Counts = (0, 1, 2, 3)
-    """what=decode: drafts of a step."""
+    """what=decode, grpo: drafts of a step."""
     temperatures: Temperatures = (1.0, 0.0)
     """what=decode: sampling temperatures; 0 = greedy."""
     prompt_tokens: Sizes = (128, 2048)
-    """what=decode: tokens of every prompt."""
+    """what=decode: tokens of every prompt. what=grpo: the first."""
     new_tokens: PositiveInt = 256
-    """what=decode: tokens of every response."""
+    """what=decode, grpo: tokens of every response."""
+    prompts: PositiveInt = 64
+    """what=grpo: prompts of a rollout."""
+    samples: PositiveInt = 8
+    """what=grpo: samples of each prompt."""
+    microbatch_tokens: PositiveInt = 8192
+    """what=grpo: as train.microbatch_tokens; at least one prompt with its response."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """what=grpo: as train.recompute."""
+    rollout: RolloutConfig = RolloutConfig()
+    """what=grpo: the rollout engine."""
+    optim: OptimConfig = OptimConfig()
+    """what=grpo: optimizer."""
+    mtp: MtpConfig = MtpConfig()
+    """what=grpo: MTP loss."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""
     acceptance: Acceptances = ("all", "none")
@@ -68,9 +84,12 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
         empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
+        if what == "grpo" and self.samples < 2:
+            problems.append("samples: 1 leaves nothing to compare a response with; must be at least 2")
         if self.what == "decode" and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )
         raise_if_any(problems)
+        check_rollout(self.rollout)
         return self

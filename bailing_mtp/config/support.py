@@ -82,6 +82,7 @@ OPTIONS = (
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
+    Option(path="what", value="grpo", needs_gpu=True),
 )
 
 

@@ -33,6 +33,8 @@ from tests.training.saved import on_cpu, on_fake_gpu
 
 FAST = ModelSettings(torch.bfloat16, torch.bfloat16, kda="fla", experts="grouped", kernels="triton")
 OFF, JOINT = MtpConfig(), MtpConfig(loss_scale=0.3)
+PLAIN = ModelSettings(torch.bfloat16, torch.bfloat16)
+"""For counts, without importing fla."""
 DEEP = MtpConfig(loss_scale=0.3, depth=2, objective="soft")
 LENGTHS = (300, 212, 512)
 
@@ -106,7 +108,7 @@ def test_weights_gradients_and_states_are_those_of_a_run(context: ParallelContex
 
 
 def test_states_by_optimizer_and_ranks(context: ParallelContext):
-    counts = count_model(build_on_meta(preset("ling3_tiny"), FAST, context).modules)
+    counts = count_model(build_on_meta(preset("ling3_tiny"), PLAIN, context).modules)
     n_half, n_full = counts.dense_half + counts.expert_half, counts.dense_fp32
     assert counts.expert_fp32 == 0 and n_full == 18 * 16 * (128 + 1)
     assert n_half + n_full == 8_209_997_600 - 24 * 128
@@ -116,8 +118,10 @@ def test_states_by_optimizer_and_ranks(context: ParallelContext):
     assert eight_bytes.master == 0 and eight_bytes.moments == pytest.approx(n_half * (2 + 8 / 256), rel=1e-3)
     sharded = optimizer_states(counts, adamw, 8, 2)
     assert sharded.master == pytest.approx(4 * (counts.dense_half / 8 + counts.expert_half / 2), rel=1e-6)
-    frozen = count_model([build_on_meta(preset("tiny"), FAST, context).trunk], [torch.nn.Linear(8, 8, bias=False)])
-    assert frozen.weight_bytes == count_model([build_on_meta(preset("tiny"), FAST, context).trunk]).weight_bytes + 256
+    trunk = build_on_meta(preset("tiny"), PLAIN, context).trunk
+    frozen = count_model([trunk], [torch.nn.Linear(8, 8, bias=False)])
+    assert frozen.weight_bytes == count_model([trunk]).weight_bytes + 256
+    assert frozen.trained == sum(p.numel() for p in trunk.parameters())
 
 
 MEASURED = (
@@ -132,7 +136,7 @@ def inputs_of(
     context: ParallelContext, layers: int, mtp: MtpConfig, recompute: str, optim: OptimConfig, tokens: int = 8192
 ) -> PlanInputs:
     arch = preset("ling3_tiny", num_hidden_layers=layers)
-    built = build_on_meta(arch, FAST, context)
+    built = build_on_meta(arch, PLAIN, context)
     counts = count_model([built.trunk] if mtp.loss_scale is None else built.modules)
     return PlanInputs(counts, PassSizes(arch, dataclasses.replace(FAST, recompute=recompute), tokens), optim, mtp)
 
@@ -175,10 +179,10 @@ def test_a_run_that_cannot_fit_is_refused_with_ways_to_fit(context: ParallelCont
     with pytest.raises(UserError) as refused:
         require_fit(inputs, room)
     text = str(refused.value)
-    assert f"needs {plan.peak[1] / GIB:.1f} GiB at its peak (forward and backward), and 135.8 of its GPU's 140.0" in text
+    assert f"needs {plan.peak[1] / GIB:.1f} GiB at its peak (forward and backward), and 135.8" in text
     smaller = dataclasses.replace(inputs, optim=OptimConfig(name="adamw8bit"))
     assert f"optim=adamw8bit ({plan_training(smaller).peak[1] / GIB:.1f})" in text
-    for key in ("optim.offload=cpu", "train.recompute=selective", "train.recompute=full", "train.microbatch_tokens=4096"):
+    for key in ("optim.offload=cpu", "train.recompute=selective", "train.microbatch_tokens=4096"):
         assert f"{key} (" in text
     assert "parallel.tp or parallel.ep" in text and "rollout" not in text.splitlines()[0]
     with_rollout = dataclasses.replace(inputs, rollout=RolloutBytes(GIB, 0, 0, stays=True))
@@ -198,15 +202,13 @@ def test_the_reserve_counts(context: ParallelContext):
 def test_lines_name_every_part_and_the_rest(context: ParallelContext):
     inputs = inputs_of(context, 12, OFF, "none", OptimConfig())
     text = "\n".join(plan_training(inputs).lines(100 * GIB))
-    n_bytes = count_parameters(build_on_meta(inputs.passes.arch, FAST, context).trunk)
+    n_bytes = count_parameters(build_on_meta(inputs.passes.arch, PLAIN, context).trunk)
     assert f"weights {n_bytes * 2 / GIB:.1f}  gradients {n_bytes * 4 / GIB:.1f}" in text
     assert "peak 79.5 (forward and backward) of 100.0; in reserve 3.0, left 17.5" in text
 
 
-def test_a_model_on_meta_takes_no_memory_of_a_gpu(context: ParallelContext, monkeypatch: pytest.MonkeyPatch):
-    """A context of a GPU names that device for every parameter."""
-    asked: list[object] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: asked.append(1) or torch.device("meta"))
+def test_a_model_on_meta_takes_no_memory_of_a_gpu(context: ParallelContext):
+    """With the context of a GPU parameters name a device of their own: here what stands for the current GPU."""
     on_gpu = dataclasses.replace(context, device=torch.device("cuda", 0))
-    built = build_on_meta(preset("tiny"), FAST, on_gpu)
+    built = build_on_meta(preset("tiny"), PLAIN, on_gpu)
     assert all(p.is_meta for module in built.modules for p in module.parameters())
