@@ -208,7 +208,7 @@ def ways_to_fit(inputs: PlanInputs) -> list[tuple[str, int]]:
     if optim.offload == "none":
         changed.append(("optim.offload=cpu", replace(inputs, optim=optim.model_copy(update={"offload": "cpu"}))))
     if optim.name == "adamw":
-        changed.append(("optim=adamw8bit", replace(inputs, optim=optim.model_copy(update={"name": "adamw8bit"}))))
+        changed.append(("optim.name=adamw8bit", replace(inputs, optim=optim.model_copy(update={"name": "adamw8bit"}))))
     for mode in ("selective", "full"):
         if passes.settings.recompute not in (mode, "full"):
             settings = replace(passes.settings, recompute=mode)

@@ -181,7 +181,7 @@ def test_a_run_that_cannot_fit_is_refused_with_ways_to_fit(context: ParallelCont
     text = str(refused.value)
     assert f"needs {plan.peak[1] / GIB:.1f} GiB at its peak (forward and backward), and 135.8" in text
     smaller = dataclasses.replace(inputs, optim=OptimConfig(name="adamw8bit"))
-    assert f"optim=adamw8bit ({plan_training(smaller).peak[1] / GIB:.1f})" in text
+    assert f"optim.name=adamw8bit ({plan_training(smaller).peak[1] / GIB:.1f})" in text
     for key in ("optim.offload=cpu", "train.recompute=selective", "train.microbatch_tokens=4096"):
         assert f"{key} (" in text
     assert "parallel.tp or parallel.ep" in text and "rollout" not in text.splitlines()[0]
