@@ -28,6 +28,8 @@ LIBRARY_BYTES = 2**26
 """Workspaces of the matrix libraries."""
 BLOCK = 256
 """Values that share a scale in an 8-bit state."""
+PIECE_ELEMENTS = 2**25
+"""Of the flat pieces in which 8-bit states are updated: one is copied with its gradient at a time."""
 
 
 class ModelCounts(NamedTuple):
@@ -153,8 +155,9 @@ def plan_training(inputs: PlanInputs) -> TrainingPlan:
     }
     base = sum(parts.values())
     passes = pass_bytes(inputs.passes, inputs.mtp)
-    # Parameters move into the buffers that gradients are reduced from: the largest buffer exists twice for a moment.
+    # For the distributed optimizer parameters move into buffers, the largest of which exists twice for a moment.
     copied = 2 * max(counts.dense_half, counts.expert_half, 2 * counts.dense_fp32, 2 * counts.expert_fp32)
+    copied = copied if optim.name == "adamw" else 0
     phases = {
         START: weights + gradients + max(copied, states.master),
         FORWARD_BACKWARD: base + passes.peak,
@@ -172,13 +175,11 @@ def step_bytes(counts: ModelCounts, optim: OptimConfig, states: OptimizerStates)
     slice of parameters at a time.
     """
     clipping = counts.largest * FP32 if optim.clip_grad is not None else 0
-    slice_bytes = min(counts.trained * FP32, max(SLICE_BYTES, counts.largest * FP32))
     if optim.name == "adamw8bit":
-        # Both moments of a slice in fp32, and the update.
-        working = 3 * slice_bytes
-        return max(clipping, working + (min(states.moments, slice_bytes) if optim.offload == "cpu" else 0))
+        return max(clipping, PIECE_ELEMENTS * (2 + FP32))
     if optim.offload == "none":
         return clipping
+    slice_bytes = min(counts.trained * FP32, max(SLICE_BYTES, counts.largest * FP32))
     return states.master + max(clipping, min(2 * slice_bytes, states.moments))
 
 
@@ -205,10 +206,11 @@ def ways_to_fit(inputs: PlanInputs) -> list[tuple[str, int]]:
     """Keys that lower a plan, each alone, with the peak that it would leave."""
     optim, passes = inputs.optim, inputs.passes
     changed: list[tuple[str, PlanInputs]] = []
-    if optim.offload == "none":
+    if optim.name == "adamw" and optim.offload == "none":
         changed.append(("optim.offload=cpu", replace(inputs, optim=optim.model_copy(update={"offload": "cpu"}))))
-    if optim.name == "adamw":
-        changed.append(("optim.name=adamw8bit", replace(inputs, optim=optim.model_copy(update={"name": "adamw8bit"}))))
+        if inputs.dp == inputs.expert_dp == 1:
+            eight = optim.model_copy(update={"name": "adamw8bit"})
+            changed.append(("optim.name=adamw8bit", replace(inputs, optim=eight)))
     for mode in ("selective", "full"):
         if passes.settings.recompute not in (mode, "full"):
             settings = replace(passes.settings, recompute=mode)

@@ -24,6 +24,7 @@ from bailing_mtp.training.memory_plan import (
     plan_training,
     require_fit,
     step_bytes,
+    ways_to_fit,
 )
 from bailing_mtp.training.optimizer_state import allocate, optimizer_shards
 from bailing_mtp.training.state import build_state
@@ -212,3 +213,27 @@ def test_a_model_on_meta_takes_no_memory_of_a_gpu(context: ParallelContext):
     on_gpu = dataclasses.replace(context, device=torch.device("cuda", 0))
     built = build_on_meta(preset("tiny"), PLAIN, on_gpu)
     assert all(p.is_meta for module in built.modules for p in module.parameters())
+
+
+def test_ways_to_fit_are_ways_that_exist(context: ParallelContext):
+    inputs = inputs_of(context, 4, OFF, "full", OptimConfig())
+    assert {key for key, _ in ways_to_fit(inputs)} == {
+        "optim.offload=cpu", "optim.name=adamw8bit", "train.microbatch_tokens=4096"
+    }  # fmt: skip
+    # 8-bit states are not sharded, and stay on the device.
+    for other in (
+        dataclasses.replace(inputs, dp=2),
+        dataclasses.replace(inputs, expert_dp=2),
+        dataclasses.replace(inputs, optim=OptimConfig(offload="cpu")),
+        dataclasses.replace(inputs, optim=OptimConfig(name="adamw8bit")),
+    ):
+        keys = {key for key, _ in ways_to_fit(other)}
+        assert "optim.name=adamw8bit" not in keys
+        assert ("optim.offload=cpu" in keys) == (other.optim == OptimConfig())
+
+
+def test_eight_bit_states_are_updated_in_pieces(context: ParallelContext):
+    inputs = inputs_of(context, 4, OFF, "full", OptimConfig(name="adamw8bit", clip_grad=None))
+    states = optimizer_states(inputs.counts, inputs.optim, 1, 1)
+    assert step_bytes(inputs.counts, inputs.optim, states) == 2**25 * 6
+    assert plan_training(inputs).phases["start"] == inputs.counts.weight_bytes + 4 * inputs.counts.trained
