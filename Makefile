@@ -13,7 +13,7 @@ endif
 SCRIPTS := $(wildcard launch/*.sh) launch/slurm.sbatch tests/slurm/run.sh .ci/run
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu test-slurm bench lint
+.PHONY: help install demo test test-gpu test-sanitize test-slurm bench lint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,12 @@ test: $(ENSURE) ## the CPU test suite; ARGS="-k name" goes to pytest
 
 test-gpu: $(ENSURE) ## the tests that need a CUDA device
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu -q $(ARGS)
+
+test-sanitize: $(ENSURE) ## every own kernel under compute-sanitizer's memcheck and racecheck
+	OMP_NUM_THREADS=1 $(PY) -m tests.gpu.sanitize
+	@# torch's allocator would hide reads past the end of a tensor.
+	@for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 $(PY) -m tests.gpu.sanitize || exit 1; done
 
 test-slurm: $(ENSURE) ## launch/slurm.sbatch on a small SLURM of its own; as root on Debian, else skipped
 	@tests/slurm/run.sh $(PY) $(ARGS)

@@ -77,7 +77,7 @@ def _one_size(
 ) -> Iterator[DecodeFigure]:
     """Every temperature and acceptance of one number of rows and drafts; `plain` keeps those without drafts."""
     rollouts = TimedRollouts(view, context, n, k, prompt_tokens, config.new_tokens)
-    touched = touched_experts(view, context, rollouts.prompts(1.0, config.new_tokens), k, decode)
+    touched = touched_experts(view, context, rollouts.short_prompts(1.0, config.new_tokens), k, decode)
     reach_tokens = prompt_tokens + config.new_tokens // 2
     n_bytes = StepBytes(view).step(n, k, reach_tokens, touched)
     floor_ms = floor_us(n_bytes, config.copy_tb_per_s) / 1e3
@@ -107,6 +107,7 @@ def _one_size(
                 padded_rows=bucket(n),
                 row_mb=timing.row_bytes / 1e6,
                 memory_gb=timing.memory_bytes / 2**30,
+                free_gb=timing.free_bytes / 2**30,
             )
             if not k:
                 plain[temperature] = figure

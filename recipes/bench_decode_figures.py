@@ -49,6 +49,8 @@ class DecodeFigure:
     """Memory of one row without its latents, 10^6 bytes."""
     memory_gb: float
     """All of the rollout's memory, GiB."""
+    free_gb: float
+    """What is left of the device, GiB."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class DecodeFailure:
 DECODE_HEADING = (
     f"{'rows':>5} {'k':>2} {'T':>4} {'prompt':>6} {'routing':>8} {'kept':>5} {'tokens/s':>9} {'accept':>7} "
     f"{'speed-up':>9} {'step ms':>8} {'90 %':>8} {'floor ms':>9} {'ratio':>6} "
-    f"{'break-even':>11} {'gap':>6} {'experts':>8} {'GiB':>6}"
+    f"{'break-even':>11} {'gap':>6} {'experts':>8} {'GiB':>6} {'free':>6}"
 )
 
 
@@ -81,7 +83,7 @@ def decode_line(x: DecodeFigure | DecodeFailure) -> str:
         f"{x.tokens_per_second:>9.0f} {x.accept_length:>7.2f} {x.speed_up:>9.2f} {x.step_ms:>8.3f} "
         f"{x.slow_step_ms:>8.3f} {x.floor_ms:>9.3f} {x.ratio:>6.2f} "
         f"{x.break_even:>11.2f} {x.host_gap:>6.1%} {x.experts_touched:>8.1f} "
-        f"{x.memory_gb:>6.2f}"
+        f"{x.memory_gb:>6.2f} {x.free_gb:>6.1f}"
     )
 
 

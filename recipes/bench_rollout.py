@@ -5,7 +5,7 @@ n rows of a step, k drafts.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,54 +13,14 @@ from bailing_mtp.config import RolloutConfig
 from bailing_mtp.contracts.samples import Prompt, SamplingParams
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import RolloutEngine
-from bailing_mtp.rollout.graphs import Body, Capturer, CudaCapturer, Replayable
+from bailing_mtp.rollout.graphs import CudaCapturer
 from bailing_mtp.weights.view import WeightsView
 
 from .bench_forced import ForcedDrafter
+from .bench_laps import Laps, TimedCapturer
 
 WARM_UP_TOKENS = 16
-
-
-@dataclass
-class Laps:
-    """Start and end of every replay, by graph."""
-
-    by_graph: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        self.by_graph.clear()
-
-    def ms(self) -> tuple[list[float], list[float]]:
-        """Of the graph that was replayed most, that of the full batch: from one end to the next, and inside."""
-        laps = max(self.by_graph.values(), key=len)
-        steps = [before[1].elapsed_time(after[1]) for before, after in zip(laps, laps[1:], strict=False)]
-        return steps, [start.elapsed_time(end) for start, end in laps]
-
-
-@dataclass
-class _TimedGraph:
-    graph: Replayable
-    number: int
-    laps: Laps
-
-    def replay(self) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.graph.replay()
-        end.record()
-        self.laps.by_graph.setdefault(self.number, []).append((start, end))
-
-
-class TimedCapturer:
-    """A capturer whose graphs note when they ran."""
-
-    def __init__(self, inner: Capturer, laps: Laps) -> None:
-        self._inner, self._laps, self._n_graphs = inner, laps, 0
-        self.warm_up, self.pool_bytes, self.release = inner.warm_up, inner.pool_bytes, inner.release
-
-    def capture(self, body: Body) -> Replayable:
-        self._n_graphs += 1
-        return _TimedGraph(self._inner.capture(body), self._n_graphs, self._laps)
+"""Of prompts and responses where a rollout only captures."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +38,27 @@ class Timing:
     """Caches, states and graphs."""
     row_bytes: int
     """Of one row, without its latents."""
+    free_bytes: int
+    """Of the device, beside weights, the rollout's memory and what PyTorch keeps of what a prefill took."""
+    rollout_ms: float
+    """All decode steps, prefills between them included."""
+    step_tokens: int
+    """Of those steps."""
+    steps_by_drafts: tuple[int, ...]
 
 
 class TimedRollouts:
     """Rollouts of one size: one engine, whose graphs serve every temperature's runs."""
 
     def __init__(
-        self, view: WeightsView, context: ParallelContext, n: int, k: int, prompt_tokens: int, new_tokens: int
+        self,
+        view: WeightsView,
+        context: ParallelContext,
+        n: int,
+        k: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        adaptive: bool = False,
     ) -> None:
         self._laps = Laps()
         self._drafter = ForcedDrafter(context.device)
@@ -95,6 +69,7 @@ class TimedRollouts:
             kernels="triton",
             cuda_graphs=True,
             keep_memory=True,
+            adaptive=adaptive,
         )
         self._sizes = (n * context.dp, prompt_tokens, new_tokens)
         self._vocab_size = view.arch.vocab_size
@@ -108,13 +83,13 @@ class TimedRollouts:
         )
         self._turn = 0
 
-    def run(self, temperature: float, acceptance: str) -> Timing:
+    def run(self, temperature: float, acceptance: str, warm_up_tokens: int = WARM_UP_TOKENS) -> Timing:
         """A short rollout captures, then the one that counts."""
         self._drafter.force(acceptance)
-        for new_tokens in (WARM_UP_TOKENS, self._sizes[2]):
+        for prompts in (self.short_prompts(temperature, warm_up_tokens), self._prompts(temperature)):
             self._laps.clear()
             self._turn += 1
-            self.engine.generate(self.prompts(temperature, new_tokens), self._turn)
+            self.engine.generate(prompts, self._turn)
         torch.cuda.synchronize()
         steps, inside = self._laps.ms()
         stats = self.engine.stats
@@ -125,10 +100,22 @@ class TimedRollouts:
             accept_length=stats.step_tokens / stats.row_steps,
             memory_bytes=self.engine.memory_bytes,
             row_bytes=self.engine.slot_bytes,
+            free_bytes=torch.cuda.mem_get_info()[0],
+            rollout_ms=self._laps.whole_ms(),
+            step_tokens=stats.step_tokens,
+            steps_by_drafts=tuple(stats.steps_by_drafts),
         )
 
-    def prompts(self, temperature: float, new_tokens: int) -> Sequence[Prompt]:
-        n, prompt_tokens, _ = self._sizes
+    def _prompts(self, temperature: float) -> Sequence[Prompt]:
+        _, prompt_tokens, new_tokens = self._sizes
+        return self._random(prompt_tokens, temperature, new_tokens)
+
+    def short_prompts(self, temperature: float, new_tokens: int) -> Sequence[Prompt]:
+        """As many rows, whose prefill costs next to nothing: what steps launch does not depend on a prompt's length."""
+        return self._random(min(WARM_UP_TOKENS, self._sizes[1]), temperature, new_tokens)
+
+    def _random(self, prompt_tokens: int, temperature: float, new_tokens: int) -> Sequence[Prompt]:
+        n = self._sizes[0]
         generator = torch.Generator().manual_seed(n)
         ids = torch.randint(self._vocab_size, (n, prompt_tokens), generator=generator).tolist()
         sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, ignore_eos=True)

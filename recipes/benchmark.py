@@ -1,4 +1,4 @@
-"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|train|grpo
+"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|adaptive|train|grpo
 
 Prints a table and writes <run_dir>/benchmark.json. A shape is timed only where its kernels equal their torch twins;
 where one does not, the rest is measured and the exit code is 1.
@@ -20,9 +20,10 @@ FILE = "benchmark.json"
 
 
 def main(config: BenchmarkConfig) -> None:
-    if config.what != "decode" and Ranks.from_environment().world_size > 1:
+    if config.what not in ("decode", "adaptive") and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
-    {"kernels": kernels, "decode": decode, "train": train, "grpo": grpo}[config.what](config)
+    verbs = {"kernels": kernels, "decode": decode, "adaptive": adaptive, "train": train, "grpo": grpo}
+    verbs[config.what](config)
 
 
 def about(config: BenchmarkConfig, device: "torch.device", **shape: Any) -> dict[str, Any]:
@@ -76,52 +77,15 @@ def grpo(config: BenchmarkConfig) -> None:
 
 
 def decode(config: BenchmarkConfig) -> None:
-    """Rollouts: prints each figure as it comes; rank 0 writes the JSON file and the chart."""
-    import torch
+    from .bench_decode_run import run_decode
 
-    from bailing_mtp.contracts.architecture import Architecture
+    run_decode(config, about, Path(config.run_dir) / FILE)
 
-    from .bench_case import Draw
-    from .bench_decode import measure_decode
-    from .bench_decode_figures import (
-        DECODE_HEADING,
-        DecodeFailure,
-        DecodeFigure,
-        decode_line,
-        draw_ratios,
-        write_decode,
-    )
-    from .session import DTYPES, join_ranks, leave_ranks
 
-    arch = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
-    context = join_ranks(config, arch)
-    stated = about(config, context.device, tp=context.tp, ep=context.ep, replicas=context.dp)
+def adaptive(config: BenchmarkConfig) -> None:
+    from .bench_decode_run import run_adaptive
 
-    def show(line: str) -> None:
-        if context.is_writer:
-            print(line, flush=True)
-
-    show("\n".join(f"  {name}: {value}" for name, value in stated.items()) + "\n" + DECODE_HEADING)
-    draw = Draw(context.device, DTYPES[config.model.dtype], config.seed)
-    target, so_far = Path(config.run_dir) / FILE, []
-
-    def keep(result: "DecodeFigure | DecodeFailure") -> None:
-        show(decode_line(result))
-        so_far.append(result)
-        if context.is_writer:
-            write_decode(target, stated, so_far)
-
-    with torch.no_grad():
-        results = measure_decode(config, arch, draw, context, keep)
-    figures = [x for x in results if isinstance(x, DecodeFigure)]
-    failed = [f"{x.kernel} rows={x.rows} k={x.drafts}" for x in results if isinstance(x, DecodeFailure)]
-    if context.is_writer:
-        if figures:
-            draw_ratios(figures, target.parent / "charts" / "break_even.png")
-        print(f"benchmark: {len(figures)} shapes, written to {target}")
-    leave_ranks()
-    if failed:
-        raise UserError(f"what: decode: {len(failed)} shapes differ from their torch twins: {', '.join(failed)}")
+    run_adaptive(config, about, Path(config.run_dir) / FILE)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
-    what: Literal["kernels", "decode", "train", "grpo"]
+    what: Literal["kernels", "decode", "adaptive", "train", "grpo"]
     """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
-    of the engine, with CUDA graphs. train: training steps with and without the MTP loss and recompute, and where the
-    time of one goes. grpo: whole updates of the grpo recipe, from rollouts to weights, for each number of drafts."""
+    of the engine, with CUDA graphs. adaptive: rollouts with rollout.adaptive against those of each fixed k. train:
+    training steps with and without the MTP loss and recompute, and where the time of one goes. grpo: whole updates of
+    the grpo recipe, from rollouts to weights, for each number of drafts."""
     rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
@@ -43,13 +44,13 @@ class BenchmarkConfig(RunConfig):
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
     drafts: Counts = (0, 1, 2, 3)
-    """what=decode, grpo: drafts of a step."""
+    """what=decode, adaptive, grpo: drafts of a step; adaptive: the controller may choose up to the most of them."""
     temperatures: Temperatures = (1.0, 0.0)
     """what=decode: sampling temperatures; 0 = greedy."""
     prompt_tokens: Sizes = (128, 2048)
     """what=decode: tokens of every prompt. what=grpo: the first."""
     new_tokens: PositiveInt = 256
-    """what=decode, grpo: tokens of every response."""
+    """what=decode, adaptive, grpo: tokens of every response."""
     prompts: PositiveInt = 64
     """what=grpo: prompts of a rollout."""
     samples: PositiveInt = 8
@@ -77,7 +78,7 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1 and what != "decode":
+            if size > 1 and what not in ("decode", "adaptive"):
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
@@ -86,7 +87,7 @@ class BenchmarkConfig(RunConfig):
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
         if what == "grpo" and self.samples < 2:
             problems.append("samples: 1 leaves nothing to compare a response with; must be at least 2")
-        if self.what == "decode" and self.drafts[0] != 0:
+        if what in ("decode", "adaptive") and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )

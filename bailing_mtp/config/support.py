@@ -81,6 +81,7 @@ OPTIONS = (
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", needs_gpu=True),
+    Option(path="what", value="adaptive", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
     Option(path="what", value="grpo", needs_gpu=True),
 )

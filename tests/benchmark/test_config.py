@@ -26,7 +26,7 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
     ("arguments", "line"),
     [
         ([], "what: is required"),
-        (["what=memory"], "what: 'memory' is not allowed; use one of kernels, decode, train, grpo"),
+        (["what=memory"], "what: 'memory' is not allowed; use one of kernels, decode, adaptive, train, grpo"),
         (["what=kernels", "rows=[]"], "rows: [] is not allowed"),
         (["what=kernels", "rows=[4,0]"], "rows.1: 0 is not allowed; must be above 0"),
         (["what=kernels", "copy_tb_per_s=0"], "copy_tb_per_s: 0 is not allowed"),

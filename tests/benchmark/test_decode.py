@@ -14,13 +14,15 @@ from bailing_mtp.kernels.reference import decode
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.weights.view import MoeWeights
+from recipes import bench_adaptive
 from recipes.bench_case import Draw
 from recipes.bench_decode_figures import DECODE_HEADING, DecodeFailure, DecodeFigure, decode_line, write_decode
 from recipes.bench_floors import floor_us
 from recipes.bench_forced import ForcedDrafter
+from recipes.bench_rollout import Timing
 from recipes.bench_step_bytes import StepBytes, Touched, touched_experts
 from recipes.bench_weights import random_view
-from tests.benchmark.sizes import architecture, smallest
+from tests.benchmark.sizes import architecture, config_of, smallest
 
 CPU = torch.device("cpu")
 
@@ -119,8 +121,40 @@ FIGURE = DecodeFigure(
     rows=16, drafts=2, temperature=1.0, prompt_tokens=128, routing="uniform", acceptance="all", step_ms=6.0,
     slow_step_ms=6.1, host_gap=0.01, accept_length=3.0, tokens_per_second=8000.0, speed_up=2.0, break_even=1.5,
     expected_break_even=1.58, floor_ms=4.0, ratio=1.5, experts_touched=110.0, padded_rows=16, row_mb=22.9,
-    memory_gb=0.5,
+    memory_gb=0.5, free_gb=100.0,
 )  # fmt: skip
+
+
+def test_a_controller_is_held_against_the_best_fixed_k(monkeypatch: pytest.MonkeyPatch):
+    """Fixed steps of 1.0 and 1.6 ms for up to 3 tokens; k=0 under the controller takes 1.05."""
+
+    class Rollouts:
+        def __init__(self, view, context, n, k, prompt_tokens, new_tokens, adaptive=False) -> None:
+            self.n, self.k, self.adaptive, self.engine = n, k, adaptive, self
+
+        def release(self) -> None:
+            pass
+
+        def run(self, temperature: float, acceptance: str, warm_up_tokens: int = 0) -> Timing:
+            steps, step_ms, tokens = (0, 0, 100), 1.6, 3
+            if acceptance == "none":
+                steps, step_ms, tokens = (100, 0, 0), 1.05, 1
+            if not self.adaptive:
+                step_ms = {0: 1.0, 2: 1.6}[self.k]
+            return Timing(
+                step_ms=step_ms, slow_step_ms=0, graph_ms=0, accept_length=0, memory_bytes=0, row_bytes=0,
+                free_bytes=0, rollout_ms=100 * step_ms / 0.99, step_tokens=100 * self.n * tokens,
+                steps_by_drafts=steps,
+            )  # fmt: skip
+
+    monkeypatch.setattr(bench_adaptive, "TimedRollouts", Rollouts)
+    config = config_of("what=adaptive", "rows=[4]", "drafts=[0,2]")
+    none, every = bench_adaptive.measure_adaptive(config, None, one_process(), lambda figure: None)
+    assert (none.own_plain_ms, none.plain_ms, none.best_drafts) == (1.05, 1.0, 0)
+    assert (every.own_plain_ms, every.best_drafts) == (None, 2)
+    assert none.of_best == pytest.approx(0.99) and every.of_best == pytest.approx(0.99)
+    assert every.best_tokens_per_second == pytest.approx(4 * 3 / 1.6e-3)
+    assert len(bench_adaptive.adaptive_line(every).split("[")[0]) < len(bench_adaptive.ADAPTIVE_HEADING)
 
 
 def test_lines_and_file(tmp_path: Path):

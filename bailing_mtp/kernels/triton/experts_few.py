@@ -113,11 +113,13 @@ def _down(
     tl.store(out + row * H + ids_n, y_n.to(out.dtype.element_ty), mask=in_n)
 
 
-def _options(assignments: int, H: int) -> tuple[dict[str, int], dict[str, int]]:
+def _options(assignments: int, H: int, width: int) -> tuple[dict[str, int], dict[str, int]]:
     """Tiles and warps of _gate_up and of _down: smaller ones while there are programs to spare."""
     halves = 2 if assignments <= 24 else 1
     gate_up = {"N_TILE": 16 // halves, "C_TILE": min(512, triton.next_power_of_2(H)), "num_warps": 4}
-    return gate_up, {"N_TILE": 8 // halves, "num_warps": 4}
+    n_tile, c_tile = 8 // halves, triton.next_power_of_2(width)
+    # Eight values a thread: of a smaller tile two warps would hold, and exchange, the same sums.
+    return gate_up, {"N_TILE": n_tile, "C_TILE": c_tile, "num_warps": max(1, min(4, n_tile * c_tile // 256))}
 
 
 def experts_of_few_rows(
@@ -139,7 +141,7 @@ def experts_of_few_rows(
     act_Bw = torch.empty(rows, width, dtype=x_RH.dtype, device=x_RH.device)
     out_RH = torch.empty(R, H, dtype=x_RH.dtype, device=x_RH.device)
     sizes = {"k": k, "H": H, "F": F, "F_SHARED": f_shared, "WIDTH": width, "n_local": n_local}
-    for_gate_up, for_down = _options(A, H)
+    for_gate_up, for_down = _options(A, H, width)
     shared_limit = None if shared is None else shared.limit
     _gate_up[(rows, triton.cdiv(width, for_gate_up["N_TILE"]))](
         act_Bw,
@@ -169,7 +171,6 @@ def experts_of_few_rows(
         start,
         f,
         A,
-        C_TILE=triton.next_power_of_2(width),
         SHARED=shared is not None,
         RESIDUAL=residual_RH is not None,
         **sizes,
