@@ -91,7 +91,7 @@ def _refused(key: str) -> str:
     notes = []
     for option in (option for option in OPTIONS if option.path == key):
         value = f"`{show(option.value).strip("'")}`"
-        needs = [*(["a GPU"] if option.needs_gpu else []), *([f"`{option.module}`"] if option.module else [])]
+        needs = [*(["a GPU"] if option.needs_gpu else []), *(f"`{module}`" for module in option.modules[:1])]
         notes.append(f"{value}: {'needs ' + ' and '.join(needs) if option.supported else 'refused, not built'}.")
     return "".join(f" {note}" for note in notes)
 

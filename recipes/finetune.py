@@ -25,6 +25,7 @@ def make_trained_model(config: SftConfig | DpoConfig, source: Source, context: P
         with_mtp=config.mtp.loss_scale is not None,
         recompute=config.train.recompute,
         expert_bias_rate=config.optim.expert_bias_rate,
+        fused_weight_gradients=config.optim.fused == "apex",
     )
 
 

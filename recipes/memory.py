@@ -86,8 +86,11 @@ def plan_inputs(
     train, arch = config.train, source.arch
     settings = model_settings(config.model, source, train.recompute, config.optim.expert_bias_rate)
     passes = PassSizes(arch, settings, train.microbatch_tokens, context.tp, context.ep)
-    # Parameters are the same with any kernels, and those of fla take long to import.
-    built = build_on_meta(arch, replace(settings, kda="torch", kernels="torch"), context)
+    # Parameters are the same with any kernels and layers, and those of fla take long to import.
+    plain = replace(
+        settings, kda="torch", kernels="torch", backend="local", fp8=None, fused_weight_gradients=False
+    )
+    built = build_on_meta(arch, plain, context)
     trained, frozen, reference_bytes = [built.trunk], [], 0
     if built.mtp is not None and config.mtp.loss_scale is not None:
         trained.append(built.mtp)

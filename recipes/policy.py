@@ -114,6 +114,7 @@ def open_policy(
         with_mtp=trains_mtp or config.rollout.speculative_tokens > 0,
         recompute=config.train.recompute,
         expert_bias_rate=config.optim.expert_bias_rate,
+        fused_weight_gradients=config.optim.fused == "apex",
     )
     state = build_state(built, context, config.optim, config.train.steps, trains_mtp=trains_mtp)
     reference = None

@@ -35,6 +35,7 @@ def main(config: PretrainConfig) -> None:
         with_mtp=config.mtp.loss_scale is not None,
         recompute=config.train.recompute,
         expert_bias_rate=config.optim.expert_bias_rate,
+        fused_weight_gradients=config.optim.fused == "apex",
     )
     state = build_state(built, context, config.optim, config.train.steps)
     if source.resumes:

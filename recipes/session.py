@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from bailing_mtp.config import LayoutSizes, ModelConfig, RolloutConfig, RunConfig, check_layout
+from bailing_mtp.config import LayoutSizes, RolloutConfig, RunConfig, check_layout
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.log import duration
 from bailing_mtp.model.build import BuiltModel, build_model, count_parameters
-from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext, build_context
 from bailing_mtp.weights.fresh import init_fresh
 from bailing_mtp.weights.load import load_hf
@@ -21,10 +20,12 @@ from bailing_mtp.weights.stored import CheckpointError
 
 from .failure import fail_together
 from .kernel_settings import prepare_kernels
+from .model_settings import DTYPES, fp8_note, model_settings
 from .ranks import Ranks
 from .sources import Source, find_source, require_mtp
 
 __all__ = [
+    "DTYPES",
     "Source",
     "find_source",
     "join_ranks",
@@ -34,8 +35,6 @@ __all__ = [
     "require_mtp",
     "rollout_notes",
 ]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
@@ -82,10 +81,11 @@ def make_model(
     with_mtp: bool,
     recompute: str = "none",
     expert_bias_rate: float = 0.0,
+    fused_weight_gradients: bool = False,
 ) -> BuiltModel:
     """Build this rank's shards and fill them from the checkpoint, or at random from the seed; says what it did."""
     started_s = time.monotonic()
-    settings = model_settings(config.model, source, recompute, expert_bias_rate)
+    settings = model_settings(config.model, source, recompute, expert_bias_rate, fused_weight_gradients)
     built = build_model(source.arch, settings, context, with_mtp)
     shard = Shard(context.tp, context.tp_rank, context.ep, context.ep_rank)
     if source.directory is None:
@@ -111,6 +111,8 @@ def make_model(
             f"({origin}), {duration(time.monotonic() - started_s)}",
             flush=True,
         )
+        if settings.fp8 is not None:
+            print(fp8_note(settings, built), flush=True)
     return built
 
 
@@ -124,21 +126,3 @@ def _verify(source: Source, context: ParallelContext) -> None:
     except CheckpointError as caught:
         error = caught
     fail_together(error)
-
-
-def model_settings(
-    model: ModelConfig, source: Source, recompute: str = "none", expert_bias_rate: float = 0.0
-) -> ModelSettings:
-    """The router weight keeps the checkpoint's dtype, but never less than the model's own (fp32 runs are fp32)."""
-    dtype = DTYPES[model.dtype]
-    router_dtype = dtype if source.router_dtype is None or dtype is torch.float32 else source.router_dtype
-    return ModelSettings(
-        dtype=dtype,
-        router_dtype=router_dtype,
-        kda=model.kda,
-        experts=model.experts,
-        attention=model.attention,
-        kernels=model.kernels,
-        recompute=recompute,
-        expert_bias_rate=expert_bias_rate,
-    )

@@ -20,9 +20,10 @@ from bailing_mtp.weights.stored import TORCH_DTYPES, CheckpointError
 MAY_CHANGE = (
     "run_dir", "log", "parallel", "checkpoint", "train.log_every", "train.eval_every", "train.eval_steps",
     "train.eval_depth", "train.eval_samples", "train.recompute", "model.name", "model.kda", "model.experts",
-    "model.attention", "model.kernels", "model.backend", "data.path", "data.valid_path", "optim.offload",
-    "rollout.max_running", "rollout.prefill_tokens", "rollout.block_tokens", "rollout.memory_gb", "rollout.keep_memory",
-    "rollout.cuda_graphs", "rollout.kernels", "rl.reward_workers", "rl.samples_kept",
+    "model.attention", "model.kernels", "model.backend", "data.path", "data.valid_path",
+    "optim.offload", "optim.fused", "rollout.max_running", "rollout.prefill_tokens", "rollout.block_tokens",
+    "rollout.memory_gb", "rollout.keep_memory", "rollout.cuda_graphs", "rollout.kernels", "rl.reward_workers",
+    "rl.samples_kept",
 )  # fmt: skip
 
 

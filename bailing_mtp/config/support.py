@@ -22,10 +22,10 @@ class Option:
     """The value that asks for the backend."""
     instead: str = ""
     """Values of the key that need nothing; empty = there are none."""
-    module: str | None = None
-    """Module that must be importable; None = nothing to install."""
+    modules: tuple[str, ...] = ()
+    """Modules that must be importable."""
     install: str = ""
-    """Command that installs the module."""
+    """Command that installs them."""
     needs_gpu: bool = False
     """Runs on a CUDA device only."""
     supported: bool = True
@@ -37,7 +37,7 @@ OPTIONS = (
         path="model.kda",
         value="fla",
         instead="torch",
-        module="fla",
+        modules=("fla",),
         install="pip install fla-core==0.6.0",
         needs_gpu=True,
     ),
@@ -46,16 +46,15 @@ OPTIONS = (
         path="model.backend",
         value="te",
         instead="local",
-        module="transformer_engine",
-        install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        modules=("transformer_engine",),
+        install="pip install --no-build-isolation 'transformer-engine[pytorch]>=2.3'",
         needs_gpu=True,
-        supported=False,
     ),
     Option(
         path="model.attention",
         value="flash",
         instead="sdpa",
-        module="flash_attn",
+        modules=("flash_attn",),
         install="pip install --no-build-isolation flash-attn",
         needs_gpu=True,
     ),
@@ -63,18 +62,18 @@ OPTIONS = (
         path="optim.fused",
         value="apex",
         instead="none",
-        module="apex",
+        # The last two are built only where the variables of the command ask for extensions.
+        modules=("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
         # The apex of PyPI is another project.
-        install="pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
+        install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
         needs_gpu=True,
-        supported=False,
     ),
     Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
     Option(
         path="rollout.kernels",
         value="triton",
         instead="torch",
-        module="triton",
+        modules=("triton",),
         install="pip install triton",
         needs_gpu=True,
     ),
@@ -116,9 +115,8 @@ def _reason(option: Option, has_gpu: bool, installed: Callable[[str], bool]) -> 
     if option.needs_gpu and not has_gpu:
         allowed = f"; allowed: {option.instead}" if option.instead else ""
         return f"needs a CUDA device and there is none here{allowed}"
-    if option.module is not None and not installed(option.module):
-        return f"needs the module {option.module!r}; install it with: {option.install}"
-    return ""
+    absent = [module for module in option.modules if not installed(module)]
+    return f"needs the module {absent[0]!r}; install it with: {option.install}" if absent else ""
 
 
 def _value_at(config: Section, path: str) -> object:

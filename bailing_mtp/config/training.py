@@ -1,9 +1,10 @@
 """Sections of the training recipes: model, layout, data, steps, optimizer, checkpoints, MTP loss, logs."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
+from .errors import raise_if_any
 from .section import (
     Fraction,
     NonNegativeFloat,
@@ -24,7 +25,11 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters and activations (A_log, dt_bias and the expert bias stay fp32)."""
     backend: Literal["local", "te"] = "local"
-    """Linear and norm layers: this package's own, or transformer-engine's."""
+    """Linears, norms and grouped experts in training: this package's own, or transformer-engine's (wired against its
+    documented interface, not run on hardware)."""
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """How transformer-engine scales FP8 tensors (mxfp8 needs a Blackwell GPU): linears and experts of the trunk; null =
+    none. Weights stay in dtype; router, KDA, attention, heads and the MTP layer compute without FP8."""
     attention: Literal["sdpa", "flash"] = "sdpa"
     """Softmax attention of the MLA layers in training: torch's, or flash-attn's."""
     kda: Literal["torch", "fla"] = "torch"
@@ -36,6 +41,18 @@ class ModelConfig(Section):
     package's Triton kernels (GPU only)."""
     architecture: dict[str, JsonValue] | None = None
     """Sizes under the key names of an HF config.json; null = read from checkpoint.load."""
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> Self:
+        problems = []
+        if self.backend == "te" and self.experts == "loop":
+            problems.append("model.backend: 'te' has no loop over experts; set model.experts=grouped")
+        if self.fp8 is not None and self.backend != "te":
+            problems.append(f"model.fp8: {self.fp8!r} needs model.backend=te")
+        if self.fp8 is not None and self.dtype != "bf16":
+            problems.append(f"model.fp8: {self.fp8!r} needs model.dtype=bf16, the dtype of its results")
+        raise_if_any(problems)
+        return self
 
 
 class ParallelConfig(Section):
@@ -114,8 +131,8 @@ class TrainConfig(Section):
     microbatch_tokens: PositiveInt = 4096
     """Tokens of one packed forward and backward on one data-parallel rank; at least data.seq_tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward: none; the inputs and SwiGLU of grouped experts and KDA between
-    its projections; or whole layers."""
+    """Activations computed again in the backward: none; KDA between its projections and, with model.backend=local, the
+    inputs and SwiGLU of grouped experts; or whole layers."""
     log_every: PositiveInt = 1
     """Steps between two lines of metrics.jsonl."""
     eval_every: PositiveInt | None = None
@@ -168,12 +185,24 @@ class OptimConfig(Section):
     clip_grad: PositiveFloat | None = 1.0
     """Largest gradient norm of the trunk, and of the MTP layer, each clipped by its own; null = no clipping."""
     fused: Literal["none", "apex"] = "none"
-    """Fused optimizer kernels: torch's own, or those of NVIDIA apex."""
+    """Kernels of the update, gradient norms and clipping, and of weight gradients added in the GEMM that makes them:
+    torch's, or those of NVIDIA apex (wired against its documented interface, not run on hardware)."""
     offload: Literal["none", "cpu"] = "none"
     """Where optimizer states (moments, fp32 master weights) are but during an optimizer step: on the device, or in
     host memory, out of the way of activations and of a rollout's caches."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the router's load-balancing bias per optimizer step; 0 = frozen."""
+
+    @model_validator(mode="after")
+    def _apex_fits(self) -> Self:
+        problems = []
+        if self.fused == "apex" and self.name != "adamw":
+            problems.append(f"optim.fused: 'apex' updates with optim.name=adamw only, not {self.name}; allowed: none")
+        if self.fused == "apex" and self.offload == "cpu":
+            # It counts updates for all parameters together, and offloaded ones come in slices.
+            problems.append("optim.fused: 'apex' needs optim.offload=none; allowed with cpu: none")
+        raise_if_any(problems)
+        return self
 
 
 class CheckpointConfig(Section):

@@ -10,7 +10,7 @@ from torch import nn
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.model.mtp import MtpLayer
-from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.model.settings import ModelSettings, check_fp8_device
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
 
@@ -32,8 +32,10 @@ def build_model(
 ) -> BuiltModel:
     """Allocate this rank's shards on its device.
 
-    with_mtp asks for the MTP layer; ValueError if the architecture has none.
+    with_mtp asks for the MTP layer; ValueError if the architecture has none. Raises UserError where this GPU does
+    not have the FP8 recipe of the settings.
     """
+    check_fp8_device(settings.fp8, context.device)
     trunk = BailingModel(arch, settings, context)
     return BuiltModel(trunk, MtpLayer(arch, settings, context) if with_mtp else None)
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
 from bailing_mtp.model import fused
-from bailing_mtp.model.layers import ColumnLinear, RowLinear, replicated_parameter, sharded_parameter
+from bailing_mtp.model.layers import replicated_parameter, sharded_parameter
 
 
 class OutputNorm(nn.Module):
@@ -43,9 +43,9 @@ class KdaMixer(nn.Module):
     """The linear-attention mixer of a trunk layer, tensor-parallel over heads.
 
     in_proj holds this rank's rows of q | k | v | f | g | beta, conv_weight its channels of q | k | v, so that
-    decoding feeds a layer with one GEMM. `kernels` is the module that computes (the torch twin or fla's),
-    `elementwise` the module of the output norm (None: torch's functions). With `recompute` the backward computes
-    everything between the two projections again.
+    decoding feeds a layer with one GEMM. `layers` is the module of the linears (model.layers or model.te), `kernels`
+    the one that computes (the torch twin or fla's), `elementwise` that of the output norm (None: torch's functions).
+    With `recompute` the backward computes everything between the two projections again.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class KdaMixer(nn.Module):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         arch: Architecture,
+        layers: ModuleType,
         kernels: ModuleType,
         elementwise: ModuleType | None = None,
         recompute: bool = False,
@@ -64,13 +65,13 @@ class KdaMixer(nn.Module):
         self.heads, self.key_dim, self.value_dim = arch.num_heads // tp, arch.kda_head_dim, arch.v_head_dim
         self.lower_bound = arch.kda_lower_bound
         self.rows = tuple(rows // tp for rows in arch.kda_in_rows)
-        self.in_proj = ColumnLinear(arch.hidden_size, sum(arch.kda_in_rows), config, pg_collection.tp)
+        self.in_proj = layers.ColumnLinear(arch.hidden_size, sum(arch.kda_in_rows), config, pg_collection.tp)
         channels = sum(self.rows[:3])
         self.conv_weight = sharded_parameter((channels, arch.conv_kernel), config, config.params_dtype)
         self.A_log = sharded_parameter((self.heads,), config, torch.float32)
         self.dt_bias = sharded_parameter((self.heads * self.key_dim,), config, torch.float32)
         self.o_norm = OutputNorm(config, self.value_dim, elementwise)
-        self.out_proj = RowLinear(arch.num_heads * self.value_dim, arch.hidden_size, config, pg_collection.tp)
+        self.out_proj = layers.RowLinear(arch.num_heads * self.value_dim, arch.hidden_size, config, pg_collection.tp)
 
     def forward(self, hidden: Tensor, packed_seq_params: PackedLayout, **_: Any) -> tuple[Tensor, None]:
         """[s, 1, H] normalised input -> ([s, 1, H], no bias). Documents never see each other."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
-from bailing_mtp.model.layers import ColumnLinear, ReplicatedLinear, RmsNorm, RowLinear, apply_rope
+from bailing_mtp.model.layers import ColumnLinear, apply_rope
 
 LATENT_NORM_EPS = 1e-6
 """Eps of the two latent norms, whatever rms_norm_eps says (Bailing V3 spec section 2.2)."""
@@ -38,7 +38,8 @@ class GatedMla(nn.Module):
 
     The low-rank input projections q_a and kv_a are replicated and work on this rank's sequence shard; the
     up-projections gather the (small) latents. Queries come from q_b(norm(q_a x)), or directly from q_proj when
-    the model has no q_lora_rank. `kernels` is the module that attends (kernels.attention, or kernels.flash).
+    the model has no q_lora_rank. `layers` is the module of the linears and norms (model.layers or model.te), `kernels`
+    the one that attends (kernels.attention or kernels.flash).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GatedMla(nn.Module):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         arch: Architecture,
+        layers: ModuleType,
         kernels: ModuleType,
         **_: Any,
     ) -> None:
@@ -59,16 +61,17 @@ class GatedMla(nn.Module):
         self.kv_rank = arch.kv_lora_rank
         self.softmax_scale = arch.qk_head_dim**-0.5
         if arch.q_lora_rank is None:
-            self.q_proj = ColumnLinear(hidden, n_heads * arch.qk_head_dim, config, tp_group)
+            self.q_proj = layers.ColumnLinear(hidden, n_heads * arch.qk_head_dim, config, tp_group)
         else:
-            self.q_a_proj = ReplicatedLinear(hidden, arch.q_lora_rank, config)
-            self.q_a_layernorm = RmsNorm(config, arch.q_lora_rank, LATENT_NORM_EPS)
-            self.q_b_proj = ColumnLinear(arch.q_lora_rank, n_heads * arch.qk_head_dim, config, tp_group)
-        self.kv_a_proj = ReplicatedLinear(hidden, self.kv_rank + self.rope_dim, config)
-        self.kv_a_layernorm = RmsNorm(config, self.kv_rank, LATENT_NORM_EPS)
-        self.kv_b_proj = ColumnLinear(self.kv_rank, n_heads * (self.nope_dim + self.value_dim), config, tp_group)
+            self.q_a_proj = layers.ReplicatedLinear(hidden, arch.q_lora_rank, config)
+            self.q_a_layernorm = layers.RmsNorm(config, arch.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = layers.ColumnLinear(arch.q_lora_rank, n_heads * arch.qk_head_dim, config, tp_group)
+        self.kv_a_proj = layers.ReplicatedLinear(hidden, self.kv_rank + self.rope_dim, config)
+        self.kv_a_layernorm = layers.RmsNorm(config, self.kv_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = layers.ColumnLinear(self.kv_rank, n_heads * (self.nope_dim + self.value_dim), config, tp_group)
+        # One row a head: always in full precision, and nothing to gain.
         self.gate_proj = ColumnLinear(hidden, n_heads, config, tp_group)
-        self.out_proj = RowLinear(n_heads * self.value_dim, hidden, config, tp_group)
+        self.out_proj = layers.RowLinear(n_heads * self.value_dim, hidden, config, tp_group)
 
     def forward(
         self, hidden: Tensor, rotary_pos_emb: Tensor, packed_seq_params: PackedLayout, **_: Any

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bailing_mtp.model import fused
-from bailing_mtp.model.layers import ColumnLinear, RowLinear
 
 
 def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
@@ -33,6 +32,7 @@ def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
 class SwiGluMlp(nn.Module):
     """down(swiglu(gate_up(x))). A rank holds its gate rows, then its up rows, in one weight.
 
+    layers: the module of the linears (model.layers or model.te).
     kernels: the module that computes SwiGLU in one pass; None composes it of torch's functions.
     """
 
@@ -40,6 +40,7 @@ class SwiGluMlp(nn.Module):
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        layers: ModuleType,
         width: int,
         limit: float | None = None,
         kernels: ModuleType | None = None,
@@ -47,8 +48,8 @@ class SwiGluMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.limit, self.kernels = limit, kernels
-        self.gate_up = ColumnLinear(config.hidden_size, 2 * width, config, pg_collection.tp)
-        self.down = RowLinear(width, config.hidden_size, config, pg_collection.tp)
+        self.gate_up = layers.ColumnLinear(config.hidden_size, 2 * width, config, pg_collection.tp)
+        self.down = layers.RowLinear(width, config.hidden_size, config, pg_collection.tp)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
         """[s, 1, H] -> ([s, 1, H], no bias), as megatron-core's layer expects of an MLP."""

@@ -7,6 +7,7 @@ Source: Bailing V3 spec section 3. It has no embedding and no head of its own: b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
-from bailing_mtp.model.layers import ReplicatedLinear, RmsNorm
 from bailing_mtp.model.settings import ModelSettings, transformer_config
-from bailing_mtp.model.specs import layer_submodules
+from bailing_mtp.model.specs import layer_module, layer_submodules
 from bailing_mtp.parallel.context import ParallelContext
 
 MTP_GRAD_NORM_GROUP = "mtp"
@@ -29,12 +29,14 @@ class MtpLayer(MegatronModule):
     a hidden state whose head predicts token t+2."""
 
     def __init__(self, arch: Architecture, settings: ModelSettings, context: ParallelContext) -> None:
+        # One layer of many, and the one whose probabilities must be those of the drafts: never in FP8.
+        settings = replace(settings, fp8=None)
         config = transformer_config(arch, settings, context)
         super().__init__(config)
-        plan = arch.mtp_plan()
-        self.enorm = RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
-        self.hnorm = RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
-        self.eh_proj = ReplicatedLinear(2 * arch.hidden_size, arch.hidden_size, config)
+        plan, layers = arch.mtp_plan(), layer_module(settings)
+        self.enorm = layers.RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
+        self.hnorm = layers.RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
+        self.eh_proj = layers.ReplicatedLinear(2 * arch.hidden_size, arch.hidden_size, config)
         self.block = TransformerLayer(
             config,
             layer_submodules(plan, arch, settings),
@@ -42,7 +44,7 @@ class MtpLayer(MegatronModule):
             pg_collection=context.groups,
             is_mtp_layer=True,
         )
-        self.final_layernorm = RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
+        self.final_layernorm = layers.RmsNorm(config, arch.hidden_size, arch.rms_norm_eps)
         for parameter in self.parameters():
             parameter.grad_norm_group = MTP_GRAD_NORM_GROUP
 

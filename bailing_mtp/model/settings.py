@@ -9,7 +9,29 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.errors import UserError
 from bailing_mtp.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """What a way of scaling FP8 tensors asks for. None keeps state between steps (delayed scaling does, and a
+    checkpoint would have to hold it)."""
+
+    format: Literal["e4m3", "hybrid"]
+    """hybrid: e5m2 for gradients."""
+    multiple: int
+    """Divides every size of a product: tokens of a rank, rows and columns of a weight."""
+    capability: tuple[int, int]
+    """Lowest compute capability of a device that has it."""
+
+
+FP8_RECIPES = {
+    "tensorwise": Fp8Recipe("hybrid", 16, (8, 9)),
+    "blockwise": Fp8Recipe("e4m3", 16, (9, 0)),
+    "mxfp8": Fp8Recipe("e4m3", 32, (10, 0)),
+}
+"""By megatron-core's names."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +40,9 @@ class ModelSettings:
 
     dtype: of the parameters (A_log, dt_bias and expert_bias are fp32 everywhere).
     router_dtype: of the router weight, as the checkpoint stores it; its matmul is always fp32.
+    backend: whose linears, norms and grouped GEMM: "local", or "te" for transformer-engine's (GPU).
+    fp8: a name of FP8_RECIPES, for the trunk's te linears and experts; None computes them in `dtype`.
+    fused_weight_gradients: apex adds a linear's weight gradient to the fp32 buffer in the GEMM that makes it.
     kda: "torch" (the twin, any device) or "fla" (GPU kernels).
     experts: "loop" over the experts (any device), or "grouped": one grouped GEMM over all of them.
     attention: "sdpa", torch's own (on a GPU in bf16 its fastest kernel that takes the pack), or "flash": flash-attn's.
@@ -29,12 +54,32 @@ class ModelSettings:
 
     dtype: torch.dtype
     router_dtype: torch.dtype
+    backend: Literal["local", "te"] = "local"
+    fp8: str | None = None
+    fused_weight_gradients: bool = False
     kda: Literal["torch", "fla"] = "torch"
     experts: Literal["loop", "grouped"] = "loop"
     attention: Literal["sdpa", "flash"] = "sdpa"
     kernels: Literal["torch", "triton"] = "torch"
     recompute: Literal["none", "selective", "full"] = "none"
     expert_bias_rate: float = 0.0
+
+    @property
+    def size_multiple(self) -> int:
+        """What the number of tokens on a rank must be a multiple of."""
+        return 1 if self.fp8 is None else FP8_RECIPES[self.fp8].multiple
+
+
+def check_fp8_device(fp8: str | None, device: torch.device) -> None:
+    """Raises UserError where this GPU does not have the recipe."""
+    if fp8 is None or device.type != "cuda":
+        return
+    needed, found = FP8_RECIPES[fp8].capability, torch.cuda.get_device_capability(device)
+    if found < needed:
+        raise UserError(
+            f"model.fp8: {fp8!r} needs compute capability {needed[0]}.{needed[1]} and this GPU has "
+            f"{found[0]}.{found[1]}"
+        )
 
 
 def transformer_config(arch: Architecture, settings: ModelSettings, context: ParallelContext) -> TransformerConfig:
@@ -69,9 +114,22 @@ def transformer_config(arch: Architecture, settings: ModelSettings, context: Par
         expert_model_parallel_size=context.ep,
         expert_tensor_parallel_size=1,
         calculate_per_token_loss=True,
+        gradient_accumulation_fusion=settings.fused_weight_gradients,
+        **_te_options(settings),
         **_moe_options(arch, settings),
         **_recompute_options(settings),
     )
+
+
+def _te_options(settings: ModelSettings) -> dict[str, Any]:
+    if settings.backend != "te":
+        return {}
+    # megatron-core's wrappers keep the FP8 weights of the first microbatch until its own training loop, which is not
+    # used here, announces the next step: without this, products would go on with the weights of before the update.
+    options: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+    if settings.fp8 is not None:
+        options |= {"fp8": FP8_RECIPES[settings.fp8].format, "fp8_recipe": settings.fp8}
+    return options
 
 
 def _moe_options(arch: Architecture, settings: ModelSettings) -> dict[str, Any]:

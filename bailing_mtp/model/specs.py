@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.model.kda import KdaMixer
-from bailing_mtp.model.layers import RmsNorm
 from bailing_mtp.model.mla import GatedMla
 from bailing_mtp.model.mlp import SharedExpert, StackedExperts, SwiGluMlp
 from bailing_mtp.model.moe import LocalMoeLayer
@@ -25,12 +24,18 @@ from bailing_mtp.model.settings import ModelSettings
 ATTENTION_KERNELS = {"sdpa": "bailing_mtp.kernels.attention", "flash": "bailing_mtp.kernels.flash"}
 ELEMENTWISE_KERNELS = {"torch": "bailing_mtp.kernels.reference.train", "triton": "bailing_mtp.kernels.triton.train"}
 HEAD_KERNELS = "bailing_mtp.kernels.triton.head"
+LAYERS = {"local": "bailing_mtp.model.layers", "te": "bailing_mtp.model.te"}
 KDA_KERNELS = {"torch": "bailing_mtp.kernels.reference.kda", "fla": "bailing_mtp.kernels.kda"}
 
 
 def head_kernels(settings: ModelSettings) -> ModuleType | None:
     """One-pass kernels over the head's logits, None for compositions of torch's functions."""
     return None if settings.kernels == "torch" else importlib.import_module(HEAD_KERNELS)
+
+
+def layer_module(settings: ModelSettings) -> ModuleType:
+    """Where linears and norms come from."""
+    return importlib.import_module(LAYERS[settings.backend])
 
 
 def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockSubmodules:
@@ -41,16 +46,17 @@ def trunk_spec(arch: Architecture, settings: ModelSettings) -> TransformerBlockS
         params = {"expert_layer": n_routed if routes else None}
         layers.append(ModuleSpec(module=TrunkLayer, params=params, submodules=layer_submodules(plan, arch, settings)))
         n_routed += routes
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=layer_module(settings).RmsNorm)
 
 
 def layer_submodules(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> TransformerLayerSubmodules:
     """Pre-norm residual layer: mixer, then MLP (Bailing V3 spec section 2)."""
+    norm = layer_module(settings).RmsNorm
     return TransformerLayerSubmodules(
-        input_layernorm=RmsNorm,
+        input_layernorm=norm,
         self_attention=_mixer(plan, arch, settings),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RmsNorm,
+        pre_mlp_layernorm=norm,
         mlp=_mlp(plan, arch, settings),
         mlp_bda=get_bias_dropout_add,
     )
@@ -59,9 +65,11 @@ def layer_submodules(plan: LayerPlan, arch: Architecture, settings: ModelSetting
 def _mixer(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> ModuleSpec:
     if plan.mixer == "mla":
         attention = importlib.import_module(ATTENTION_KERNELS[settings.attention])
-        return ModuleSpec(module=GatedMla, params={"arch": arch, "kernels": attention})
+        params = {"arch": arch, "layers": layer_module(settings), "kernels": attention}
+        return ModuleSpec(module=GatedMla, params=params)
     params = {
         "arch": arch,
+        "layers": layer_module(settings),
         "kernels": importlib.import_module(KDA_KERNELS[settings.kda]),
         "elementwise": _fused_kernels(settings),
         "recompute": settings.recompute == "selective",
@@ -75,27 +83,30 @@ def _fused_kernels(settings: ModelSettings) -> ModuleType | None:
 
 
 def _mlp(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> functools.partial:
-    kernels = _fused_kernels(settings)
+    of_both = {"layers": layer_module(settings), "kernels": _fused_kernels(settings)}
     if plan.mlp == "dense":
-        return functools.partial(SwiGluMlp, width=arch.intermediate_size, kernels=kernels)
+        return functools.partial(SwiGluMlp, width=arch.intermediate_size, **of_both)
     shared = None
     if arch.shared_intermediate_size:
         shared = functools.partial(
-            SharedExpert, width=arch.shared_intermediate_size, limit=plan.shared_swiglu_limit, kernels=kernels
+            SharedExpert, width=arch.shared_intermediate_size, limit=plan.shared_swiglu_limit, **of_both
         )
     layer: functools.partial = functools.partial(MoELayer)
-    if settings.experts == "grouped":
-        layer = functools.partial(
-            LocalMoeLayer,
-            kernels=importlib.import_module(ELEMENTWISE_KERNELS[settings.kernels]),
-            keeps_inputs=settings.recompute != "selective",
-        )
+    if settings.backend == "te":
+        experts = functools.partial(layer_module(settings).Experts, limit=plan.swiglu_limit)
+    else:
+        grouped = settings.experts == "grouped"
+        experts = functools.partial(StackedExperts, grouped=grouped, limit=plan.swiglu_limit)
+        if grouped:
+            layer = functools.partial(
+                LocalMoeLayer,
+                kernels=importlib.import_module(ELEMENTWISE_KERNELS[settings.kernels]),
+                keeps_inputs=settings.recompute != "selective",
+            )
     return functools.partial(
         layer,
         submodules=MoESubmodules(
-            experts=functools.partial(
-                StackedExperts, grouped=settings.experts == "grouped", limit=plan.swiglu_limit
-            ),
+            experts=experts,
             shared_experts=shared,
             router=functools.partial(GroupLimitedRouter, weight_dtype=settings.router_dtype),
         ),

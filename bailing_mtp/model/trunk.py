@@ -37,6 +37,8 @@ class BailingModel(MegatronModule):
         super().__init__(config)
         self.arch = arch
         self.context = context
+        self.token_multiple = context.tp * settings.size_multiple
+        """What the tokens of a pack must be a multiple of."""
         self.head_kernels = head_kernels(settings)
         """What the losses read logits with; None for torch's functions."""
         self.embedding = VocabParallelEmbedding(
@@ -69,8 +71,8 @@ class BailingModel(MegatronModule):
     def forward(self, batch: TokenBatch, replay: RouteReplay | None = None) -> Tensor:
         """Hidden states after the final norm, this rank's sequence shard [s, 1, H].
 
-        T must be a multiple of tp (TokenBatch.padded_to); padding takes part in nothing that counts. With `replay`
-        the routers take its choices where it has some.
+        T must be a multiple of token_multiple (TokenBatch.padded_to); padding takes part in nothing that counts. With
+        `replay` the routers take its choices where it has some.
         """
         if replay is not None:
             replay.check(self.arch)

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from bailing_mtp.parallel import cpu_backend
+from bailing_mtp.parallel.fused import choose_fused
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def build_context(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
     )
+    choose_fused("none")
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()

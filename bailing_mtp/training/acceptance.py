@@ -34,7 +34,7 @@ def draft_chain(
     Collective over the tensor- and expert-parallel groups; equal on tensor-parallel ranks. Modules in eval mode.
     """
     assert built.mtp is not None, "acceptance needs an MTP layer"
-    batch = batch.padded_to(context.tp).to(context.device)
+    batch = batch.padded_to(built.trunk.token_multiple).to(context.device)
     trunk, ahead = built.trunk, range(1, depths + 1)
     hidden = trunk(batch)
     chain = built.mtp(

@@ -159,7 +159,7 @@ def moe_block(sizes: PassSizes, plan: LayerPlan) -> Block:
     router = s * (arch.num_experts * FP32 + k * (INT64 + FP32) + FP32)
     inputs, hidden, product = A * H * b, A * 2 * F * b, A * F * b
     weight_grads = experts * 3 * F * H * b
-    if sizes.settings.experts == "grouped" and sizes.ep == 1:
+    if sizes.settings.experts == "grouped" and sizes.settings.backend == "local" and sizes.ep == 1:
         # Where each choice went, and its weight.
         places = A * (3 * INT64 + FP32)
         working = weight_grads + product + hidden + inputs

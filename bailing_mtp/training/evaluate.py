@@ -60,7 +60,7 @@ def _one_step(
     counts = dict(zip(local, state.context.sum_over_dp(list(local.values())), strict=True))
     sums: dict[str, Tensor] = {}
     for batch in microbatches:
-        batch = batch.padded_to(state.context.tp).to(state.context.device)
+        batch = batch.padded_to(state.trunk_module.token_multiple).to(state.context.device)
         _add(sums, objective(state, batch, counts).sums)
     return dict(zip(sums, state.context.sum_over_dp(list(sums.values())), strict=True)), counts
 

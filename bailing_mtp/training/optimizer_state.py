@@ -67,7 +67,10 @@ def allocate(optimizer: ChainedOptimizer, n_steps: int) -> None:
 def optimizer_steps(optimizer: ChainedOptimizer) -> int:
     """Updates so far, which Adam's bias correction counts; 0 before the first."""
     counts = {
-        int(group["step"]) for part in _parts(optimizer) for group in part.optimizer.param_groups if "step" in group
+        int(group["step"])
+        for part in _parts(optimizer)
+        for group in part.optimizer.param_groups
+        if group["params"] and "step" in group  # apex counts by group, and passes over one that is empty here
     }
     counts |= {
         int(state["step"]) for part in _parts(optimizer) for state in part.optimizer.state.values() if "step" in state

@@ -46,7 +46,7 @@ def with_logprobs(
 def _token_logprobs(
     batch: PolicyBatch, trunk: BailingModel, context: ParallelContext, temperature: float, replays: bool
 ) -> Tensor:
-    padded = batch.padded_to(context.tp).to(context.device)
+    padded = batch.padded_to(trunk.token_multiple).to(context.device)
     hidden = trunk(padded, RouteReplay.of(padded.routes_TLk, context) if replays else None)
     if context.tp > 1:
         hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)

@@ -40,7 +40,7 @@ def score_batch(
 ) -> Scores:
     """Score one pack; the same result on every tensor-parallel rank. The modules must be in eval mode."""
     n_tokens = batch.layout.n_tokens
-    batch = batch.padded_to(context.tp).to(context.device)
+    batch = batch.padded_to(built.trunk.token_multiple).to(context.device)
     trunk = built.trunk
     hidden = trunk(batch)
     streams = {"trunk": (hidden, 1)}

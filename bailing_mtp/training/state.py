@@ -16,6 +16,7 @@ from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.parallel.fused import choose_fused
 from bailing_mtp.training.offload import OptimizerOffload
 
 
@@ -76,6 +77,7 @@ def build_state(
     if frozen is not None:
         frozen.requires_grad_(False)
         built = BuiltModel(built.trunk, None)
+    choose_fused(optim.fused)
     with context.megatron_scope():
         chunks = [_wrap(module, context, ddp) for module in built.modules]
         optimizer = get_megatron_optimizer(

@@ -79,8 +79,9 @@ def accumulate_gradients(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    multiple = state.trunk_module.token_multiple
     # All before the first forward: a copy from the host waits for the work that is queued when it comes.
-    on_device = [batch.padded_to(state.context.tp).to(state.context.device) for batch in microbatches]
+    on_device = [batch.padded_to(multiple).to(state.context.device) for batch in microbatches]
     for index, batch in enumerate(on_device):
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
             terms = objective(state, batch, counts)

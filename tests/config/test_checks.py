@@ -105,8 +105,6 @@ def pretrain(**sections: dict) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("section", "key", "value", "allowed"),
     [
-        ("model", "backend", "te", "local"),
-        ("optim", "fused", "apex", "none"),
         ("optim", "name", "adamw8bit", "adamw"),
     ],
 )
@@ -124,6 +122,40 @@ def test_fla_needs_a_gpu_and_the_package():
     with pytest.raises(ConfigError, match="model.kda: 'fla' needs the module 'fla'.*pip install fla-core"):
         check_backends(config, has_gpu=True, installed=lambda module: False)
     check_backends(config, has_gpu=True, installed=lambda module: module == "fla")
+
+
+TE = {"backend": "te", "experts": "grouped"}
+
+
+def test_transformer_engine_and_apex_need_a_gpu_and_the_packages():
+    te, apex = pretrain(model=TE), pretrain(optim={"fused": "apex"})
+    for config, name, instead in ((te, "model.backend: 'te'", "local"), (apex, "optim.fused: 'apex'", "none")):
+        check_backends(config, has_gpu=True, installed=lambda module: True)
+        with pytest.raises(ConfigError, match=f"{name} needs a CUDA device and there is none here; allowed: {instead}"):
+            check_backends(config, has_gpu=False, installed=lambda module: True)
+    with pytest.raises(ConfigError, match="needs the module 'transformer_engine'; install it with: pip install"):
+        check_backends(te, has_gpu=True, installed=lambda module: False)
+    # An apex that was built without its extensions.
+    with pytest.raises(ConfigError, match="needs the module 'amp_C'; install it with: APEX_CPP_EXT=1 APEX_CUDA_EXT=1"):
+        check_backends(apex, has_gpu=True, installed=lambda module: module == "apex")
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"model": {"backend": "te"}}, "model.backend: 'te' has no loop over experts; set model.experts=grouped"),
+        ({"model": {"fp8": "blockwise"}}, "model.fp8: 'blockwise' needs model.backend=te"),
+        ({"model": TE | {"fp8": "mxfp8", "dtype": "fp32"}}, "model.fp8: 'mxfp8' needs model.dtype=bf16"),
+        ({"model": TE | {"fp8": "delayed"}}, "model.fp8: 'delayed' is not allowed; use one of"),
+        ({"optim": {"fused": "apex", "offload": "cpu"}}, "optim.fused: 'apex' needs optim.offload=none"),
+        ({"optim": {"fused": "apex", "name": "adamw8bit"}}, "optim.fused: 'apex' updates with optim.name=adamw only"),
+    ],
+)
+def test_what_transformer_engine_and_apex_do_not_go_with(sections: dict, line: str):
+    with pytest.raises(ConfigError) as caught:
+        pretrain(**sections)
+    assert caught.value.problems[0].startswith(line)
+    pretrain(model=TE | {"fp8": "blockwise"})
 
 
 def test_defaults_need_nothing_in_any_recipe():

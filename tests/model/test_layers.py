@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
+from bailing_mtp.errors import UserError
 from bailing_mtp.model.build import build_model
 from bailing_mtp.model.layers import apply_rope, rope_table
 from bailing_mtp.model.mlp import swiglu
 from bailing_mtp.model.router import route_weights, select_experts
-from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.model.settings import ModelSettings, check_fp8_device
 from bailing_mtp.training.scoring import score_batch
 from bailing_mtp.weights.fresh import init_fresh
 from bailing_mtp.weights.names import Shard
@@ -111,3 +112,14 @@ def test_variants_train_every_parameter(change: dict, context):
 
 def _pack(ids: torch.Tensor, lengths: tuple[int, ...]) -> TokenBatch:
     return TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), PackedLayout.build(lengths))
+
+
+@pytest.mark.parametrize(("fp8", "capability"), [("tensorwise", "8.9"), ("blockwise", "9.0"), ("mxfp8", "10.0")])
+def test_fp8_is_refused_on_a_gpu_without_it(fp8: str, capability: str, monkeypatch: pytest.MonkeyPatch):
+    below = {"8.9": (8, 6), "9.0": (8, 9), "10.0": (9, 0)}[capability]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: below)
+    with pytest.raises(UserError, match=f"model.fp8: '{fp8}' needs compute capability {capability} and this GPU has"):
+        check_fp8_device(fp8, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    check_fp8_device(fp8, torch.device("cuda"))
+    check_fp8_device(None, torch.device("cuda"))

@@ -1,0 +1,3 @@
+"""Stand-ins for packages are no tests."""
+
+collect_ignore = ["fakes"]

@@ -1,0 +1,1 @@
+"""A stand-in for what is used of NVIDIA apex, on the CPU in torch."""

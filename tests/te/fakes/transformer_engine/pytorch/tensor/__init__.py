@@ -1,0 +1,2 @@
+class QuantizedTensor:
+    """megatron-core asks of each parameter whether it is one."""
