@@ -92,7 +92,7 @@ def _refused(key: str) -> str:
     for option in (option for option in OPTIONS if option.path == key):
         value = f"`{show(option.value).strip("'")}`"
         needs = [*(["a GPU"] if option.needs_gpu else []), *(f"`{module}`" for module in option.modules[:1])]
-        notes.append(f"{value}: {'needs ' + ' and '.join(needs) if option.supported else 'refused, not built'}.")
+        notes.append(f"{value}: needs {' and '.join(needs)}.")
     return "".join(f" {note}" for note in notes)
 
 

@@ -24,6 +24,8 @@ CHATTER: tuple[tuple[str, type[Warning]], ...] = (
 
 LOGGED = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
+    # torchao on import, about how it registers an enum.
+    "torch.utils._pytree": "KernelPreference",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
 """Logger and a part of the line that it prints."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bailing_mtp.config import BenchmarkConfig, MtpConfig, OptimConfig
+from bailing_mtp.config import BenchmarkConfig, MtpConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
 from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
@@ -19,8 +19,9 @@ from bailing_mtp.training.step import accumulate_gradients, train_step
 from .bench_weights import fill_random
 from .session import Source, model_settings
 
-BYTES_PER_PARAMETER = 18
-"""bf16 weight, fp32 gradient, fp32 master weight and two fp32 moments."""
+BYTES_PER_PARAMETER = {"adamw": 2 + 4 + 4 + 8, "adamw8bit": 2 + 4 + 2 + 2 * 4 / 256}
+"""bf16 weight and fp32 gradient; then an fp32 master weight and two fp32 moments, or two 8-bit moments whose blocks of
+256 have an fp32 scale each."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: Parallel
     if config.layers is not None:
         return with_layers(config.layers)
     settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
+    each_bytes = BYTES_PER_PARAMETER[config.optim.name]
     for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if BYTES_PER_PARAMETER * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
+        if each_bytes * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
             return with_layers(n)
     return with_layers(arch.layer_group_size)
 
@@ -102,7 +104,7 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
     settings = model_settings(config.model, random_source(arch), arm.recompute, expert_bias_rate=1e-3)
     built = build_model(arch, settings, context, with_mtp=arm.mtp.loss_scale is not None)
     fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
-    return build_state(built, context, OptimConfig(lr=1e-5), steps=1000)
+    return build_state(built, context, config.optim, steps=1000)
 
 
 def passes(state: TrainState, batch: TokenBatch, objective: PretrainObjective) -> None:

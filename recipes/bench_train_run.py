@@ -38,8 +38,9 @@ def run_train(config: BenchmarkConfig, about: dict[str, Any], target: Path) -> N
     model = config.model
     about |= {
         "layers": arch.num_layers, "layers_of_the_model": whole.num_layers, "kda": model.kda, "experts": model.experts,
-        "attention": model.attention, "kernels": model.kernels,
+        "attention": model.attention, "kernels": model.kernels, "optimizer": config.optim.name,
     }  # fmt: skip
+    print(f"  optimizer: {config.optim.name}")
     print(f"  layers: {arch.num_layers} of {whole.num_layers} (what weights and optimizer states leave room for)")
     print(f"  kernels: kda={model.kda} experts={model.experts} attention={model.attention} kernels={model.kernels}")
     figures: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bailing_mtp.config import RunConfig
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.training.optimizer_state import generator_states, optimizer_shards, optimizer_steps
+from bailing_mtp.training.optimizer_state import generator_states, optimizer_shards, optimizer_steps, rank_states
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.weights.checkpoint_files import open_checkpoint
 from bailing_mtp.weights.convert import stored_dtypes
@@ -76,6 +76,7 @@ class RunCheckpoints:
 
         stored = [*self._table.weights(self._replicas)]
         stored += self._table.optimizer(optimizer_shards(self._state.optimizer))
+        stored += self._table.rank_states(rank_states(self._state.optimizer), context.rank, context.world_size)
         self._saver.start(step, stored, extras)
 
     def _finished(self, report: SaveReport | None) -> dict[str, float]:

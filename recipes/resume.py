@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from bailing_mtp.errors import UserError
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.training.optimizer_state import allocate, optimizer_shards, set_generator_states
+from bailing_mtp.training.optimizer_state import allocate, optimizer_shards, rank_states, set_generator_states
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.sharded.state import ModuleTable
@@ -47,7 +47,9 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
         allocate(state.optimizer, values["optimizer_steps"])
         if state.offload is not None:
             state.offload.to_host()
-        module_table(state, source).fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
+        table, (rank, world_size) = module_table(state, source), (state.context.rank, state.context.world_size)
+        table.fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
+        table.fill_rank_states(rank_states(state.optimizer), rank, world_size, checkpoint)
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")
     fail_together(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from bailing_mtp.config import LayoutSizes, RolloutConfig, RunConfig, check_layout
+from bailing_mtp.config import LayoutSizes, RolloutConfig, RunConfig, check_layout, check_optimizer
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.log import duration
 from bailing_mtp.model.build import BuiltModel, build_model, count_parameters
@@ -48,7 +48,10 @@ def join_ranks(config: RunConfig, arch: Architecture) -> ParallelContext:
         shared_intermediate_size=arch.shared_intermediate_size,
         num_experts=arch.num_experts,
     )
-    check_layout(sizes, tp=config.parallel.tp, ep=config.parallel.ep, world_size=ranks.world_size)
+    layout = {"tp": config.parallel.tp, "ep": config.parallel.ep, "world_size": ranks.world_size}
+    check_layout(sizes, **layout)
+    if "optim" in type(config).model_fields:
+        check_optimizer(name=config.optim.name, has_experts=bool(arch.num_experts), **layout)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     context = build_context(config.parallel.tp, config.parallel.ep, config.seed, device_type, local_rank)

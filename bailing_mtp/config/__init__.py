@@ -4,7 +4,15 @@ from bailing_mtp.errors import UserError
 
 from .benchmark import BenchmarkConfig
 from .build import build_config, key_paths, schema_defaults, show, text_keys, unknown_key
-from .checks import LayoutSizes, check_batch, check_layout, check_mtp, check_mtp_divisor, check_replay
+from .checks import (
+    LayoutSizes,
+    check_batch,
+    check_layout,
+    check_mtp,
+    check_mtp_divisor,
+    check_optimizer,
+    check_replay,
+)
 from .errors import ConfigError
 from .finetune import DpoConfig, SftConfig
 from .generation import GenerateConfig
@@ -74,6 +82,7 @@ __all__ = [
     "check_layout",
     "check_mtp",
     "check_mtp_divisor",
+    "check_optimizer",
     "check_replay",
     "key_paths",
     "schema_defaults",

@@ -37,6 +37,8 @@ class BenchmarkConfig(RunConfig):
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
+    optim: OptimConfig = OptimConfig()
+    """what=train, grpo: the optimizer of the timed steps."""
     steps: PositiveInt = 4
     """what=train: timed steps; their median is printed. what=grpo: updates for each number of drafts."""
     replays: PositiveInt = 12
@@ -61,8 +63,6 @@ class BenchmarkConfig(RunConfig):
     """what=grpo: as train.recompute."""
     rollout: RolloutConfig = RolloutConfig()
     """what=grpo: the rollout engine."""
-    optim: OptimConfig = OptimConfig()
-    """what=grpo: optimizer."""
     mtp: MtpConfig = MtpConfig()
     """what=grpo: MTP loss."""
     routing: Routings = ("uniform", "skewed")
@@ -80,6 +80,10 @@ class BenchmarkConfig(RunConfig):
             size = getattr(self.parallel, name)
             if size > 1 and what not in ("decode", "adaptive"):
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
+        if what not in ("train", "grpo") and self.optim.name != "adamw":
+            problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")
+        if what != "grpo" and self.optim.offload != "none":
+            problems.append(f"optim.offload: {self.optim.offload!r} is not measured by what={what}; allowed here: none")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")

@@ -40,6 +40,21 @@ def check_layout(sizes: LayoutSizes, *, tp: int, ep: int, world_size: int) -> in
     return world_size // tp
 
 
+def check_optimizer(*, name: str, has_experts: bool, tp: int, ep: int, world_size: int) -> None:
+    """Refuse 8-bit optimizer states where several ranks train the same parameters, experts among them."""
+    copies = world_size // tp, world_size // ep if has_experts else 1
+    if name != "adamw8bit" or copies == (1, 1):
+        return
+    only = f"parallel.tp={world_size}" + (f" parallel.ep={world_size}" if has_experts else "")
+    raise_if_any(
+        [
+            f"optim.name: 'adamw8bit' needs every parameter on one rank alone (dp=1), and on {world_size} ranks "
+            f"parallel.tp={tp} parallel.ep={ep} makes dp={copies[0]}, of experts {copies[1]}; allowed here: {only}; "
+            "or one rank, or optim.name=adamw"
+        ]
+    )
+
+
 def check_batch(*, tokens_per_step: int, microbatch_tokens: int, dp: int) -> int:
     """Return the microbatches per step of one data-parallel rank; ConfigError if they do not come out."""
     unit = microbatch_tokens * dp

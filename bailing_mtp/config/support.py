@@ -1,7 +1,4 @@
-"""The one table of optional backends: what each needs, and whether this version has it wired in.
-
-To lift an entry: wire the backend, set `supported=True`, and move its test from "refused" to "required".
-"""
+"""The one table of optional backends and what each needs of the machine and the install."""
 
 import importlib.util
 from collections.abc import Callable
@@ -28,8 +25,6 @@ class Option:
     """Command that installs them."""
     needs_gpu: bool = False
     """Runs on a CUDA device only."""
-    supported: bool = True
-    """False = known by name, refused by this version."""
 
 
 OPTIONS = (
@@ -68,7 +63,13 @@ OPTIONS = (
         install="APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+https://github.com/NVIDIA/apex",
         needs_gpu=True,
     ),
-    Option(path="optim.name", value="adamw8bit", instead="adamw", needs_gpu=True, supported=False),
+    Option(
+        path="optim.name",
+        value="adamw8bit",
+        instead="adamw",
+        modules=("torchao",),
+        install="pip install 'torchao>=0.18,<0.19'",
+    ),
     Option(
         path="rollout.kernels",
         value="triton",
@@ -94,7 +95,7 @@ def is_installed(module: str) -> bool:
 def check_backends(
     config: Section, *, has_gpu: bool, installed: Callable[[str], bool] = is_installed
 ) -> None:
-    """Refuse every chosen backend that this version, this machine or this install does not have.
+    """Refuse every chosen backend that this machine or this install does not have.
 
     Raises ConfigError; reads nothing but the config, so it runs before anything is loaded.
     """
@@ -110,8 +111,6 @@ def check_backends(
 
 
 def _reason(option: Option, has_gpu: bool, installed: Callable[[str], bool]) -> str:
-    if not option.supported:
-        return f"is not supported by this version; allowed: {option.instead}"
     if option.needs_gpu and not has_gpu:
         allowed = f"; allowed: {option.instead}" if option.instead else ""
         return f"needs a CUDA device and there is none here{allowed}"

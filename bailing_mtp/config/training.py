@@ -163,7 +163,8 @@ class OptimConfig(Section):
     """AdamW, its schedule and the router's bias update."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
-    """Optimizer; states in fp32, or in 8 bits."""
+    """adamw: fp32 moments, and fp32 master weights of bf16 parameters: 12 bytes a parameter. adamw8bit: 8-bit moments
+    (torchao's), no master weights, stochastic rounding of bf16 weights: 2 bytes; with dp = 1 only, of experts too."""
     lr: PositiveFloat = 3e-4
     """Learning rate after warm-up."""
     min_lr_ratio: UnitFloat = 0.1
@@ -194,13 +195,18 @@ class OptimConfig(Section):
     """Step of the router's load-balancing bias per optimizer step; 0 = frozen."""
 
     @model_validator(mode="after")
-    def _apex_fits(self) -> Self:
+    def _pieces_fit(self) -> Self:
         problems = []
         if self.fused == "apex" and self.name != "adamw":
             problems.append(f"optim.fused: 'apex' updates with optim.name=adamw only, not {self.name}; allowed: none")
         if self.fused == "apex" and self.offload == "cpu":
             # It counts updates for all parameters together, and offloaded ones come in slices.
             problems.append("optim.fused: 'apex' needs optim.offload=none; allowed with cpu: none")
+        if self.name == "adamw8bit" and self.offload == "cpu":
+            problems.append(
+                "optim.offload: 'cpu' is not supported with optim.name=adamw8bit, whose states stay on the device; "
+                "allowed here: none"
+            )
         raise_if_any(problems)
         return self
 

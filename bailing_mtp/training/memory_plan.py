@@ -19,17 +19,15 @@ from torch import nn
 from bailing_mtp.config import MtpConfig, OptimConfig
 from bailing_mtp.errors import UserError
 from bailing_mtp.training.activations import FP32, PassSizes, pass_bytes
+from bailing_mtp.training.adamw8bit import PIECE_ELEMENTS
 from bailing_mtp.training.offload import SLICE_BYTES
+from bailing_mtp.training.pieces import BLOCK
 
 GIB = 2**30
 RESERVE = 0.03
 """Share of the device that no plan may use: what the allocator cannot hand out (fragments between blocks)."""
 LIBRARY_BYTES = 2**26
 """Workspaces of the matrix libraries."""
-BLOCK = 256
-"""Values that share a scale in an 8-bit state."""
-PIECE_ELEMENTS = 2**25
-"""Of the flat pieces in which 8-bit states are updated: one is copied with its gradient at a time."""
 
 
 class ModelCounts(NamedTuple):
@@ -73,11 +71,11 @@ class OptimizerStates(NamedTuple):
 
 def optimizer_states(counts: ModelCounts, optim: OptimConfig, dp: int, expert_dp: int) -> OptimizerStates:
     """adamw: fp32 master weights of 16-bit parameters and two fp32 moments. adamw8bit: two moments of a byte a value
-    and an fp32 scale a block; parameters in fp32 keep fp32 moments."""
+    and an fp32 scale a block (those of small parameters are fp32, a few kilobytes)."""
     half = -(-counts.dense_half // dp) - (-counts.expert_half // expert_dp)
     full = -(-counts.dense_fp32 // dp) - (-counts.expert_fp32 // expert_dp)
     if optim.name == "adamw8bit":
-        return OptimizerStates(0, 2 * (half + -(-half // BLOCK) * FP32 + full * FP32))
+        return OptimizerStates(0, 2 * (half + full + -(-(half + full) // BLOCK) * FP32))
     return OptimizerStates(half * FP32, 2 * (half + full) * FP32)
 
 
@@ -176,6 +174,7 @@ def step_bytes(counts: ModelCounts, optim: OptimConfig, states: OptimizerStates)
     """
     clipping = counts.largest * FP32 if optim.clip_grad is not None else 0
     if optim.name == "adamw8bit":
+        # One piece at a time is copied, with its gradient.
         return max(clipping, PIECE_ELEMENTS * (2 + FP32))
     if optim.offload == "none":
         return clipping

@@ -1,4 +1,4 @@
-"""The distributed optimizer's state as flat shards of named parameters, and the random generators' states.
+"""An optimizer's state as flat shards of named parameters, and the random generators' states.
 
 megatron-core's own "fully reshardable" form gathers every fp32 state on every data-parallel rank, and finds a
 parameter's state by its place in its group, which is wrong where a group mixes dtypes. Here a rank hands out
@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
+
+from bailing_mtp.training.adamw8bit import PackedAdamW8bit, RankState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -36,9 +38,11 @@ class OptimizerShard:
 
 
 def optimizer_shards(optimizer: ChainedOptimizer) -> list[OptimizerShard]:
-    """This rank's shards; their states exist after the first step, or after `allocate`."""
+    """This rank's shards of fp32 states, which exist after the first step, or after `allocate`."""
     shards = []
     for part in _parts(optimizer):
+        if isinstance(part.optimizer, PackedAdamW8bit):
+            continue
         for parameter, main in _parameters(part):
             place = part._get_model_param_range_map(parameter)["param"]
             states = {name: part.optimizer.state[main][name] for name in MOMENTS}
@@ -48,10 +52,19 @@ def optimizer_shards(optimizer: ChainedOptimizer) -> list[OptimizerShard]:
     return shards
 
 
+def rank_states(optimizer: ChainedOptimizer) -> list[RankState]:
+    """This rank's 8-bit states, whose blocks belong to its layout; none where states are fp32."""
+    packed = [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, PackedAdamW8bit)]
+    return [state for inner in packed for state in inner.rank_states()]
+
+
 @torch.no_grad()
 def allocate(optimizer: ChainedOptimizer, n_steps: int) -> None:
     """Give every shard the state that it has after `n_steps` updates, with zero moments to be filled."""
     for part in _parts(optimizer):
+        if isinstance(part.optimizer, PackedAdamW8bit):
+            part.optimizer.set_steps(n_steps)
+            continue
         for group in part.optimizer.param_groups:
             for main in group["params"]:
                 state = part.optimizer.state[main]
@@ -79,7 +92,7 @@ def optimizer_steps(optimizer: ChainedOptimizer) -> int:
     return counts.pop() if counts else 0
 
 
-def _parts(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
+def _parts(optimizer: ChainedOptimizer) -> list[DistributedOptimizer | FP32Optimizer]:
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 

@@ -17,6 +17,7 @@ from bailing_mtp.model.mtp import MtpLayer
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.parallel.fused import choose_fused
+from bailing_mtp.training.adamw8bit import build_adamw8bit
 from bailing_mtp.training.offload import OptimizerOffload
 
 
@@ -80,11 +81,7 @@ def build_state(
     choose_fused(optim.fused)
     with context.megatron_scope():
         chunks = [_wrap(module, context, ddp) for module in built.modules]
-        optimizer = get_megatron_optimizer(
-            _optimizer_config(built, optim), chunks, use_gloo_process_groups=False, pg_collection=context.groups
-        )
-    if context.device.type == "cuda":
-        _fuse_updates(optimizer)
+        optimizer = _optimizer(chunks, _optimizer_config(built, optim), context, optim.name)
     scheduler = _scheduler(optimizer, optim, steps)
     mtp = chunks[1] if len(chunks) > 1 else None
     offload = OptimizerOffload(optimizer, context.device) if optim.offload == "cpu" else None
@@ -101,6 +98,17 @@ def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOpt
         bucket_size=ddp.bucket_elements,
     )
     return DistributedDataParallel(module.config, config, module, pg_collection=context.groups)
+
+
+def _optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, context: ParallelContext, name: str
+) -> ChainedOptimizer:
+    if name == "adamw8bit":
+        return build_adamw8bit(chunks, config, context)
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=context.groups)
+    if context.device.type == "cuda":
+        _fuse_updates(optimizer)
+    return optimizer
 
 
 def _optimizer_config(built: BuiltModel, optim: OptimConfig) -> OptimizerConfig:

@@ -15,7 +15,6 @@ from bailing_mtp.weights.names import Shape
 
 CONFIG_NAME = "config.json"
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class CheckpointError(UserError):

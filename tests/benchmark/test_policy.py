@@ -16,7 +16,7 @@ from tests.distributed.worlds import layout
 SMALL = (
     "what=grpo", "model=tiny", *(f"model.architecture.{key}={value}" for key, value in SMALLEST.items()),
     "prompts=3", "samples=4", "prompt_tokens=[5]", "new_tokens=6", "steps=1", "drafts=[0,2]", "microbatch_tokens=64",
-    "rollout.keep_memory=true", "optim.lr=1e-2", "mtp.loss_scale=0.1", "mtp.detach=true",
+    "rollout.keep_memory=true", "optim=adamw8bit", "optim.lr=1e-2", "mtp.loss_scale=0.1", "mtp.detach=true",
 )  # fmt: skip
 
 

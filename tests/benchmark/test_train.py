@@ -10,6 +10,7 @@ import torch
 from bailing_mtp.config import ConfigError
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.training.flops import training_flops
+from bailing_mtp.training.optimizer_state import rank_states
 from recipes import bench_train, bench_train_parts, bench_train_run
 from tests.benchmark.sizes import config_of, smallest
 from tests.distributed.worlds import layout
@@ -112,6 +113,21 @@ def test_layers_follow_the_memory(on_cpu):
     assert layers(_config("reserve_gb=1"), 2**40) == 12
     assert layers(_config("reserve_gb=1"), 2**30) == 4
     assert layers(_config("layers=3"), 0) == 3
+
+
+def test_8_bit_states_leave_room_for_the_whole_model(on_cpu):
+    config = config_of("what=train", "optim=adamw8bit")
+    arch = Architecture.from_hf(config.model.architecture, "test", strict=True)
+    memory_bytes = int(139.8 * 2**30)
+    assert bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers == arch.num_layers == 24
+    assert bench_train.cut_to_memory(config_of("what=train"), arch, on_cpu, memory_bytes).num_layers == 12
+
+
+def test_the_timed_optimizer_is_the_one_that_is_asked_for(on_cpu):
+    arm = next(bench_train.arms((64,)))
+    state = bench_train.make_state(_config("optim=adamw8bit"), smallest(), on_cpu, arm)
+    assert rank_states(state.optimizer)
+    assert not rank_states(bench_train.make_state(_config(), smallest(), on_cpu, arm).optimizer)
 
 
 def test_a_gpu_is_needed():

@@ -107,6 +107,12 @@ def test_all_mistakes_are_told_at_once():
     assert isinstance(caught.value, UserError) and isinstance(caught.value, ValueError)
 
 
+def test_8_bit_states_stay_on_the_device():
+    plain = plain_with("optim", {"name": "adamw8bit", "offload": "cpu"})
+    with pytest.raises(ConfigError, match="^optim.offload: 'cpu' is not supported with optim.name=adamw8bit.*: none$"):
+        build_config(PretrainConfig, plain)
+
+
 def test_integer_stands_for_a_float_and_list_for_a_tuple():
     assert build_config(PretrainConfig, plain_with("mtp.loss_scale", 1)).mtp.loss_scale == 1.0
     assert build_config(SamplingConfig, {"stop_token_ids": [3, 4]}).stop_token_ids == (3, 4)

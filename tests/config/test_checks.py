@@ -1,5 +1,7 @@
 """Combinations that need the model's sizes, the world size or the machine."""
 
+import json
+
 import pytest
 
 from bailing_mtp.config import (
@@ -12,8 +14,12 @@ from bailing_mtp.config import (
     check_batch,
     check_layout,
     check_mtp,
+    check_optimizer,
 )
 from bailing_mtp.config.checks import check_eval_depth
+from bailing_mtp.contracts.architecture import Architecture
+from recipes import session
+from tests.distributed.worlds import FIXTURES
 
 SIZES = LayoutSizes(
     num_attention_heads=16,
@@ -102,19 +108,6 @@ def pretrain(**sections: dict) -> PretrainConfig:
     return build_config(PretrainConfig, plain | sections)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "allowed"),
-    [
-        ("optim", "name", "adamw8bit", "adamw"),
-    ],
-)
-def test_what_is_not_wired_in_is_refused_by_name(section: str, key: str, value: str, allowed: str):
-    with pytest.raises(ConfigError) as caught:
-        check_backends(pretrain(**{section: {key: value}}), has_gpu=True, installed=lambda module: True)
-    line = f"{section}.{key}: {value!r} is not supported by this version; allowed: {allowed}"
-    assert caught.value.problems == (line,)
-
-
 def test_fla_needs_a_gpu_and_the_package():
     config = pretrain(model={"kda": "fla"})
     with pytest.raises(ConfigError, match="model.kda: 'fla' needs a CUDA device.*allowed: torch"):
@@ -156,6 +149,42 @@ def test_what_transformer_engine_and_apex_do_not_go_with(sections: dict, line: s
         pretrain(**sections)
     assert caught.value.problems[0].startswith(line)
     pretrain(model=TE | {"fp8": "blockwise"})
+
+
+def test_8_bit_states_need_the_package_and_no_gpu():
+    config = pretrain(optim={"name": "adamw8bit"})
+    with pytest.raises(ConfigError, match="optim.name: 'adamw8bit' needs the module 'torchao'.*pip install 'torchao"):
+        check_backends(config, has_gpu=True, installed=lambda module: False)
+    check_backends(config, has_gpu=False, installed=lambda module: module == "torchao")
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "tp", "ep", "world_size"), [(True, 1, 1, 1), (True, 2, 2, 2), (True, 8, 8, 8), (False, 4, 1, 4)]
+)
+def test_8_bit_states_where_no_parameter_has_copies(has_experts: bool, tp: int, ep: int, world_size: int):
+    check_optimizer(name="adamw8bit", has_experts=has_experts, tp=tp, ep=ep, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "world_size", "copies"),
+    [(1, 1, 2, "dp=2, of experts 2"), (1, 2, 2, "dp=2, of experts 1"), (2, 1, 2, "dp=1, of experts 2")],
+)
+def test_8_bit_states_of_copies_are_refused(tp: int, ep: int, world_size: int, copies: str):
+    layout = {"has_experts": True, "tp": tp, "ep": ep, "world_size": world_size}
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(name="adamw8bit", **layout)
+    (line,) = caught.value.problems
+    assert line.startswith("optim.name: 'adamw8bit' needs every parameter on one rank alone")
+    assert f"parallel.tp={tp} parallel.ep={ep} makes {copies}; allowed here: parallel.tp=2 parallel.ep=2;" in line
+    check_optimizer(name="adamw", **layout)
+
+
+def test_two_ranks_hear_it_before_they_meet(monkeypatch: pytest.MonkeyPatch):
+    arch = Architecture.from_hf(json.loads((FIXTURES / "moe" / "config.json").read_text()), "test")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(session, "build_context", lambda *_: pytest.fail("process groups were formed"))
+    with pytest.raises(ConfigError, match="optim.name: 'adamw8bit' needs every parameter on one rank alone .dp=1"):
+        session.join_ranks(pretrain(optim={"name": "adamw8bit"}), arch)
 
 
 def test_defaults_need_nothing_in_any_recipe():

@@ -5,6 +5,7 @@ A case takes (reference, scratch directory) and raises AssertionError; every ran
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,23 @@ def three_steps(reference: worlds.Reference, scratch: Path, tp: int, ep: int) ->
             )
         worst = worlds.largest_difference(built, context, reference.weights, "weight")
         assert worst[0] <= 1e-4, f"{worst[1]} differs by {worst[0]} after three steps"
+        _check_replicas(built.modules, context)
+
+
+def eight_bits(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """8-bit states where tensor-parallel ranks hold experts of their own: norms as ever, replicas bit-equal."""
+    with worlds.layout(tp, ep) as context:
+        built = worlds.fixture_model("moe", context)
+        state = build_state(built, context, worlds.EIGHT_BITS, 10, worlds.SMALL_BUCKETS)
+        ours, theirs = worlds.three_steps(state, _mine(context))[0], reference.metrics[0]
+        assert ours.keys() == theirs.keys()
+        torch.testing.assert_close(
+            torch.tensor(list(ours.values())), torch.tensor(list(theirs.values())), atol=1e-4, rtol=1e-4
+        )
+        _check_replicas(built.modules, context)
+        bf16 = dataclasses.replace(worlds.FP32, dtype=torch.bfloat16, router_dtype=torch.bfloat16)
+        built = worlds.fixture_model("moe", context, bf16)
+        worlds.three_steps(build_state(built, context, worlds.EIGHT_BITS, 10, worlds.SMALL_BUCKETS), _mine(context))
         _check_replicas(built.modules, context)
 
 
@@ -148,6 +166,7 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),
         **_layouts(detached_trunk, (1, 1), (1, 2)),
         **_layouts(stop_together, (1, 1), (2, 1)),
+        **_layouts(eight_bits, (2, 2)),
         "idle_expert_rank": idle_expert_rank,
         "no_mtp_sites": no_mtp_sites,
         "vocab_parallel": vocab_parallel,

@@ -20,6 +20,7 @@ from bailing_mtp.config import (
     DataConfig,
     ModelConfig,
     MtpConfig,
+    OptimConfig,
     ParallelConfig,
     PretrainConfig,
     TrainConfig,
@@ -28,7 +29,7 @@ from bailing_mtp.errors import UserError
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.evaluate import evaluate
 from bailing_mtp.training.objective import PretrainObjective
-from bailing_mtp.training.optimizer_state import optimizer_shards, optimizer_steps
+from bailing_mtp.training.optimizer_state import optimizer_shards, optimizer_steps, rank_states
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import train_step
 from bailing_mtp.weights.sharded.chunks import ChunkWriter
@@ -70,7 +71,13 @@ class Run:
     """A small run of the golden model, as the recipe drives it."""
 
     def __init__(
-        self, run_dir: Path, context: ParallelContext, mtp: bool = True, dtype: str = "fp32", save_every: int = 3
+        self,
+        run_dir: Path,
+        context: ParallelContext,
+        mtp: bool = True,
+        dtype: str = "fp32",
+        save_every: int = 3,
+        optim: OptimConfig = worlds.OPTIM,
     ) -> None:
         self.config = PretrainConfig(
             run_dir=str(run_dir),
@@ -79,7 +86,7 @@ class Run:
             checkpoint=CheckpointConfig(load=str(worlds.FIXTURES / "moe"), save_every=save_every, keep=1),
             data=DataConfig(path="none", seq_tokens=128),
             train=TrainConfig(steps=6, microbatch_tokens=128),
-            optim=worlds.OPTIM,
+            optim=optim,
             mtp=MtpConfig(loss_scale=0.3 if mtp else None),
         )
         self.context = context
@@ -115,6 +122,8 @@ class Run:
             found |= {f"{index}.{n}": t.detach().clone() for n, t in named if "tokens_per_expert" not in n}
         for index, shard in enumerate(optimizer_shards(self.state.optimizer)):
             found |= {f"{index}.{name}": flat.clone() for name, flat in shard.states.items()}
+        for index, state in enumerate(rank_states(self.state.optimizer)):
+            found[f"rank {index}.{state.name}"] = state.values.clone()
         return found
 
     def loss(self) -> float:
@@ -122,19 +131,26 @@ class Run:
 
 
 def resume(
-    reference: Reference, scratch: Path, tp: int, ep: int, mtp: bool = True, dtype: str = "fp32", saved: int = 2
+    reference: Reference | None,
+    scratch: Path,
+    tp: int,
+    ep: int,
+    mtp: bool = True,
+    dtype: str = "fp32",
+    saved: int = 2,
+    optim: OptimConfig = worlds.OPTIM,
 ) -> None:
     """Saved after some steps and continued to as many again equals all of them without a stop, bit for bit."""
-    run_dir = scratch / f"resume_tp{tp}_ep{ep}_{mtp}_{dtype}"
+    run_dir = scratch / f"resume_tp{tp}_ep{ep}_{mtp}_{dtype}_{optim.name}"
     with worlds.layout(tp, ep) as context:
-        straight = Run(run_dir, context, mtp, dtype, save_every=saved)
+        straight = Run(run_dir, context, mtp, dtype, saved, optim)
         straight.train(saved)
         rest = straight.train(2 * saved - 1)
         straight.finish_save()
         assert [path.name for path in complete_checkpoints(run_dir / "checkpoints")] == [f"step_{saved}"]
         rest += straight.train(2 * saved, save=False)
         torch.manual_seed(99)
-        again = Run(run_dir, context, mtp, dtype, save_every=saved)
+        again = Run(run_dir, context, mtp, dtype, saved, optim)
         assert again.source.resumes and again.state.step == saved and again.data.drawn == saved
         assert again.state.scheduler.num_steps == optimizer_steps(again.state.optimizer) == saved
         assert again.train(2 * saved, save=False) == rest
@@ -218,6 +234,7 @@ def _no_space(on: bool) -> Iterator[None]:
 CASES: dict[str, Callable[[Reference, Path], None]] = {
     "resume_tp2_ep2": functools.partial(resume, tp=2, ep=2, saved=3),
     "resume_tp1_ep2_bf16": functools.partial(resume, tp=1, ep=2, dtype="bf16"),
+    "resume_tp2_ep2_adamw8bit": functools.partial(resume, tp=2, ep=2, dtype="bf16", optim=worlds.EIGHT_BITS),
     "resume_tp2_ep1_without_mtp": functools.partial(resume, tp=2, ep=1, mtp=False),
     "reshard": reshard,
     "full_disk": full_disk,

@@ -27,6 +27,7 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "bailing_v3"
 FP32 = ModelSettings(torch.float32, torch.float32, expert_bias_rate=1e-3)
 # eps well above the rounding differences of tiny gradients, which Adam would otherwise turn into whole steps.
 OPTIM = OptimConfig(lr=1e-3, schedule="constant", eps=1e-5, clip_grad=1.0)
+EIGHT_BITS = OPTIM.model_copy(update={"name": "adamw8bit"})
 OBJECTIVE = PretrainObjective(MtpConfig(loss_scale=0.3), chunk_tokens=96)
 CHAIN = PretrainObjective(MtpConfig(loss_scale=0.3, objective="soft", depth=2), chunk_tokens=48)
 # Several buckets per chunk, so that the overlapped reduction really has an order to get wrong.

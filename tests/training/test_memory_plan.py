@@ -26,7 +26,7 @@ from bailing_mtp.training.memory_plan import (
     step_bytes,
     ways_to_fit,
 )
-from bailing_mtp.training.optimizer_state import allocate, optimizer_shards
+from bailing_mtp.training.optimizer_state import allocate, optimizer_shards, rank_states
 from bailing_mtp.training.state import build_state
 from tests.distributed.worlds import layout
 from tests.model.test_presets import preset
@@ -230,6 +230,17 @@ def test_ways_to_fit_are_ways_that_exist(context: ParallelContext):
         keys = {key for key, _ in ways_to_fit(other)}
         assert "optim.name=adamw8bit" not in keys
         assert ("optim.offload=cpu" in keys) == (other.optim == OptimConfig())
+
+
+def test_eight_bit_states_are_those_of_a_run(context: ParallelContext):
+    for dtype in (torch.float32, torch.bfloat16):
+        built = build_model(preset("tiny"), ModelSettings(dtype, dtype), context, with_mtp=True)
+        optim = OptimConfig(name="adamw8bit")
+        planned = optimizer_states(count_model(built.modules), optim, 1, 1)
+        state = build_state(built, context, optim, 10)
+        held = sum(x.values.numel() * x.values.itemsize for x in rank_states(state.optimizer))
+        # Norms and the like have fp32 moments.
+        assert planned.master == 0 and planned.moments == pytest.approx(held, rel=0.02) and planned.moments < held
 
 
 def test_eight_bit_states_are_updated_in_pieces(context: ParallelContext):

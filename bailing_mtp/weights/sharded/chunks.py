@@ -34,8 +34,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bailing_mtp.weights.names import Shape
-from bailing_mtp.weights.stored import DTYPE_NAMES, TORCH_DTYPES, CheckpointError, read_json
+from bailing_mtp.weights.stored import TORCH_DTYPES, CheckpointError, read_json
 
+# Optimizer states may also be 8-bit codes.
+CHUNK_DTYPES = TORCH_DTYPES | {"U8": torch.uint8}
+DTYPE_NAMES = {dtype: name for name, dtype in CHUNK_DTYPES.items()}
 INDEX_NAME = "index.json"
 TORCH_METADATA_NAME = ".metadata"
 COMMON_NAME = "common_0.distcp"
@@ -142,7 +145,7 @@ def read_index(directory: Path) -> dict[str, list[Chunk]]:
 
 def read_rows(directory: Path, chunk: Chunk, first: int, stop: int) -> Tensor:
     """Rows first..stop-1 of a chunk (one dimension: elements), on the CPU, reading no other byte of it."""
-    dtype = TORCH_DTYPES[chunk.dtype]
+    dtype = CHUNK_DTYPES[chunk.dtype]
     row_bytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
     rows = torch.empty((stop - first, *chunk.sizes[1:]), dtype=dtype)
     file = directory / chunk.file
@@ -167,14 +170,14 @@ def _chunk(source: Path, key: str, entry: Mapping[str, Any], place: Mapping[str,
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: entry of {key} is invalid") from error
     is_name = isinstance(chunk.file, str) and Path(chunk.file).name == chunk.file
-    if not inside or not is_name or chunk.dtype not in TORCH_DTYPES or chunk.begin_bytes < 0:
+    if not inside or not is_name or chunk.dtype not in CHUNK_DTYPES or chunk.begin_bytes < 0:
         raise CheckpointError(f"{source}: entry of {key} is invalid")
     return chunk
 
 
 def _data_begin(stream: io.BufferedReader, file: Path, chunk: Chunk) -> int:
     """Where the elements lie in what torch.save wrote: an archive whose record data/0 is stored as it is."""
-    expected = math.prod(chunk.sizes) * TORCH_DTYPES[chunk.dtype].itemsize
+    expected = math.prod(chunk.sizes) * CHUNK_DTYPES[chunk.dtype].itemsize
     stream.seek(chunk.begin_bytes)
     try:
         with zipfile.ZipFile(_Window(stream, chunk.begin_bytes, chunk.n_bytes)) as archive:
@@ -237,7 +240,7 @@ def _torch_metadata(tensors: Mapping[str, Any], common_key: str, common_place: _
     places = {MetadataIndex(common_key): common_place}
     for key, entry in tensors.items():
         described[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[entry["dtype"]]),
+            properties=TensorProperties(dtype=CHUNK_DTYPES[entry["dtype"]]),
             size=torch.Size(entry["shape"]),
             chunks=[
                 ChunkStorageMetadata(torch.Size(place["offset"]), torch.Size(place["sizes"]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.weights.names import Shape, Shard, mtp_map, trunk_map
-from bailing_mtp.weights.sharded.chunks import Chunk, read_index, read_rows
+from bailing_mtp.weights.sharded.chunks import CHUNK_DTYPES, Chunk, read_index, read_rows
 from bailing_mtp.weights.sharded.manifest import check_files, is_sharded
 from bailing_mtp.weights.sharded.sections import Block, hf_blocks
 from bailing_mtp.weights.stored import CONFIG_NAME, TORCH_DTYPES, CheckpointError, StoredTensor, read_json
@@ -52,7 +52,7 @@ class ShardedCheckpoint:
         """A block [rows, cols] of a stored tensor, on the CPU. Raises CheckpointError if it is not there."""
         if key not in self.index:
             raise CheckpointError(f"{self.directory}: does not hold {key}")
-        out = torch.empty((block.rows, block.cols), dtype=TORCH_DTYPES[self.index[key][0].dtype])
+        out = torch.empty((block.rows, block.cols), dtype=CHUNK_DTYPES[self.index[key][0].dtype])
         n_filled = sum(self._copy(chunk, block, out) for chunk in self.index[key])
         if n_filled != out.numel():
             raise CheckpointError(f"{self.directory}: {key} is not stored where rows {block} of it should be")

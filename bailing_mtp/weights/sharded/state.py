@@ -33,6 +33,26 @@ class FlatShard(Protocol):
     def states(self) -> Mapping[str, Tensor]: ...
 
 
+class RankState(Protocol):
+    """Consecutive elements of a state of one parameter that only the layout which wrote it can read back;
+    training/adamw8bit.py makes them."""
+
+    @property
+    def parameter(self) -> nn.Parameter: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def values(self) -> Tensor: ...
+
+
 class ModuleTable:
     """Every tensor of the modules that a checkpoint stores, with its sections."""
 
@@ -45,6 +65,7 @@ class ModuleTable:
             tensors = local_tensors(module, maps)
             self._entries += [(name, param, tensors[name]) for name, param in maps.items()]
             self._by_parameter |= {p: (name, maps[name]) for name, p in module.named_parameters()}
+        self._mtp_parameters = set() if mtp is None else set(mtp.parameters())
 
     def weights(self, replicas: Replicas) -> Iterator[Stored]:
         """The blocks of the model that this rank stores."""
@@ -68,12 +89,35 @@ class ModuleTable:
     def fill_optimizer(self, shards: Iterable[FlatShard], checkpoint: ShardedCheckpoint) -> None:
         """Copy every shard's states from a checkpoint of any layout. Raises CheckpointError if one is absent."""
         wanted = [views for shard in shards for views in self._views(shard)]
-        missing = sorted({key for key, *_ in wanted if key not in checkpoint.index})
-        if missing:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise CheckpointError(f"{checkpoint.directory}: holds no optimizer state {', '.join(missing[:5])}{more}")
+        _require(checkpoint, {key for key, *_ in wanted})
         for key, _, block, view in wanted:
             view.copy_(checkpoint.read(key, block).view(-1))
+
+    def rank_states(self, states: Iterable[RankState], rank: int, world_size: int) -> Iterator[Stored]:
+        """The blocks of 8-bit states: each is stored with a row for every rank."""
+        for state in states:
+            shape, values = (world_size, state.size), state.values.view(1, -1)
+            yield Stored(self._rank_key(state), shape, (rank, state.start), values)
+
+    @torch.no_grad()
+    def fill_rank_states(
+        self, states: Iterable[RankState], rank: int, world_size: int, checkpoint: ShardedCheckpoint
+    ) -> None:
+        """Copy this rank's rows from a checkpoint. Raises CheckpointError if it lacks one, or has another layout."""
+        wanted = [(self._rank_key(state), state) for state in states]
+        _require(checkpoint, {key for key, _ in wanted})
+        for key, state in wanted:
+            if checkpoint.index[key][0].shape != (world_size, state.size):
+                raise CheckpointError(
+                    f"{checkpoint.directory}: its 8-bit optimizer states continue only in the layout that wrote them "
+                    f"({_layout(checkpoint)}); use that one, or checkpoint.load it in a new run, from the weights alone"
+                )
+            row = checkpoint.read(key, Block(rank, 1, state.start, state.values.numel()))
+            state.values.copy_(row.view(-1))
+
+    def _rank_key(self, state: RankState) -> str:
+        prefix = "mtp." if state.parameter in self._mtp_parameters else ""
+        return f"optimizer.adamw8bit.{state.name}.{prefix}{self._by_parameter[state.parameter][0]}"
 
     def _views(self, shard: FlatShard) -> Iterator[tuple[str, Section, Block, Tensor]]:
         """(stored name, section, block, flat view) of everything that a shard holds."""
@@ -90,6 +134,18 @@ class ModuleTable:
 
     def _map(self, shard: FlatShard) -> tuple[str, ParamMap]:
         return self._by_parameter[shard.parameter]
+
+
+def _require(checkpoint: ShardedCheckpoint, keys: set[str]) -> None:
+    missing = sorted(keys - checkpoint.index.keys())
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(f"{checkpoint.directory}: holds no optimizer state {', '.join(missing[:5])}{more}")
+
+
+def _layout(checkpoint: ShardedCheckpoint) -> str:
+    layout = checkpoint.state["layout"]
+    return f"parallel.tp={layout['tp']} parallel.ep={layout['ep']} on {layout['world_size']} ranks"
 
 
 def _flat_view(tensor: Tensor, section: Section) -> Tensor:
