@@ -31,13 +31,14 @@ def main(config: GrpoConfig) -> None:
         policy.publish, context, settings, tokenizer, tell=tell, records_routes=rl.routing_replay
     )
     progress = RunProgress(config, source, policy, opened, backlog)
-    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
+    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context, engine.release) as stop:
         held_out = HeldOut(config, opened.valid, engine, judge)
         progress.start(held_out)
         while state.step < config.train.steps:
             done = update(config, policy, engine, backlog, judge, progress)
             progress.log(done.rollouts, done.minibatches, done.results, held_out, stop)
     progress.close()
+    engine.release()
     leave_ranks()
 
 

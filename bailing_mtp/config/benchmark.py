@@ -34,13 +34,15 @@ class BenchmarkConfig(RunConfig):
     tokens: Sizes = (8192, 4096, 16384)
     """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
     layers: PositiveInt | None = None
-    """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
+    """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb on every rank."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
     optim: OptimConfig = OptimConfig()
     """what=train, grpo: the optimizer of the timed steps."""
     steps: PositiveInt = 4
     """what=train: timed steps; their median is printed. what=grpo: updates for each number of drafts."""
+    lines: PositiveInt | None = None
+    """what=train: first lines of the table to measure; null = all of them."""
     replays: PositiveInt = 12
     """what=kernels: timed replays of each CUDA graph; their median is printed."""
     copy_tb_per_s: PositiveFloat = 4.3
@@ -65,6 +67,8 @@ class BenchmarkConfig(RunConfig):
     """what=grpo: the rollout engine."""
     mtp: MtpConfig = MtpConfig()
     """what=grpo: MTP loss."""
+    tp_sum: Literal["library", "one_shot"] = "library"
+    """what=decode: as rollout.tp_sum."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""
     acceptance: Acceptances = ("all", "none")
@@ -78,7 +82,7 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1 and what not in ("decode", "adaptive"):
+            if size > 1 and what in ("kernels", "grpo"):
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
         if what not in ("train", "grpo") and self.optim.name != "adamw":
             problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")

@@ -6,12 +6,19 @@ Shapes: T tokens of the whole pack (every tensor-parallel rank holds all T), N d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """On `device`. The host waits for no copy to a GPU; from pageable memory it would, for all queued work."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 class Shift(NamedTuple):
@@ -83,7 +90,7 @@ class PackedLayout:
 
     def to(self, device: torch.device) -> PackedLayout:
         moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
+            name: to_device(getattr(self, name), device)
             for name in ("cu_seqlens", "position_ids_T", "document_end_T", "padding_T")
         }
         return replace(self, **moved)
@@ -103,6 +110,7 @@ class TokenBatch:
     mtp_mask_T: Tensor | None = None
     """bool; which tokens may be MTP targets, where that differs from the loss mask (preference pairs train the
     MTP layer on the chosen document only). None: the loss mask."""
+    _host: TokenBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n_tokens = self.layout.n_tokens
@@ -160,10 +168,24 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device) -> TokenBatch:
-        return replace(
+        moved = replace(
             self,
-            input_ids_T=self.input_ids_T.to(device, non_blocking=True),
-            loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
-            mtp_mask_T=None if self.mtp_mask_T is None else self.mtp_mask_T.to(device, non_blocking=True),
+            input_ids_T=to_device(self.input_ids_T, device),
+            loss_mask_T=to_device(self.loss_mask_T, device),
+            mtp_mask_T=None if self.mtp_mask_T is None else to_device(self.mtp_mask_T, device),
             layout=self.layout.to(device),
         )
+        return moved.remembering(self)
+
+    def remembering(self, source: TokenBatch) -> Self:
+        """Itself, just made from `source`, whose copy in host memory it keeps."""
+        on_host = source if source.input_ids_T.device.type == "cpu" else source._host
+        object.__setattr__(self, "_host", on_host)
+        return self
+
+    def on_host(self) -> TokenBatch:
+        """The same pack in host memory: the one it was moved from, which `dataclasses.replace` forgets. Waits for the
+        device only if there is none."""
+        if self.input_ids_T.device.type == "cpu":
+            return self
+        return self.to(torch.device("cpu")) if self._host is None else self._host

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.contracts.batch import TokenBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class PairBatch(TokenBatch):
         return len(self.reference_P2)
 
     def to(self, device: torch.device) -> PairBatch:
-        return replace(super().to(device), reference_P2=self.reference_P2.to(device, non_blocking=True))
+        return replace(super().to(device), reference_P2=to_device(self.reference_P2, device)).remembering(self)

@@ -7,11 +7,12 @@ itself; `at_sites` moves them to the site that predicts it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.contracts.batch import TokenBatch, to_device
 
 
 def _none_yet() -> Tensor:
@@ -52,19 +53,23 @@ class PolicyBatch(TokenBatch):
         padded = {name: torch.nn.functional.pad(x_T, (0, extra)) for name, x_T in self._per_token().items()}
         if self.routes_TLk is not None:
             padded["routes_TLk"] = torch.nn.functional.pad(self.routes_TLk, (0, 0, 0, 0, 0, extra), value=-1)
-        tokens = self.tokens().padded_to(multiple)
-        return PolicyBatch(**{f.name: getattr(tokens, f.name) for f in fields(TokenBatch)}, **padded)
+        return PolicyBatch(**_arguments(self.tokens().padded_to(multiple)), **padded)
 
     def tokens(self) -> TokenBatch:
         """The pack without the policy's values."""
-        return TokenBatch(**{f.name: getattr(self, f.name) for f in fields(TokenBatch)})
+        return TokenBatch(**_arguments(self))
 
     def to(self, device: torch.device) -> PolicyBatch:
-        moved = {name: x_T.to(device, non_blocking=True) for name, x_T in self._per_token().items()}
+        moved = {name: to_device(x_T, device) for name, x_T in self._per_token().items()}
         if self.routes_TLk is not None:
-            moved["routes_TLk"] = self.routes_TLk.to(device, non_blocking=True)
-        return replace(super().to(device), **moved)
+            moved["routes_TLk"] = to_device(self.routes_TLk, device)
+        return replace(super().to(device), **moved).remembering(self)
 
     def _per_token(self) -> dict[str, Tensor]:
         names = ("advantage_T", "rollout_logprob_T", "old_logprob_T", "reference_logprob_T")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def _arguments(batch: TokenBatch) -> dict[str, Any]:
+    """What a TokenBatch with the tokens of `batch` is made of."""
+    return {f.name: getattr(batch, f.name) for f in fields(TokenBatch) if f.init}

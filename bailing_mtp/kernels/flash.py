@@ -12,35 +12,41 @@ from bailing_mtp.kernels.attention import document_bounds
 
 
 def packed_causal_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thv: Tensor, lengths: tuple[int, ...], scale: float
+    q_Qhd: Tensor,
+    k_Thd: Tensor,
+    v_Thv: Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    query_lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Softmax attention of each token to its own document up to itself; values are padded to the keys' size."""
-    if not q_Thd.shape[0]:
-        return attention.packed_causal_attention(q_Thd, k_Thd, v_Thv, lengths, scale)
-    bounds, longest, missing = document_bounds(lengths, q_Thd.device), max(lengths), q_Thd.shape[-1] - v_Thv.shape[-1]
-    o_Thd = flash_attn_varlen_func(
-        q_Thd,
+    """As the twin; values are padded to the keys' size. The package aligns its causal mask to the last key."""
+    if not q_Qhd.shape[0]:
+        return attention.packed_causal_attention(q_Qhd, k_Thd, v_Thv, lengths, scale, query_lengths)
+    asking, missing = lengths if query_lengths is None else query_lengths, q_Qhd.shape[-1] - v_Thv.shape[-1]
+    o_Qhd = flash_attn_varlen_func(
+        q_Qhd,
         k_Thd,
         F.pad(v_Thv, (0, missing)),
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        cu_seqlens_q=document_bounds(asking, q_Qhd.device),
+        cu_seqlens_k=document_bounds(lengths, q_Qhd.device),
+        max_seqlen_q=max(asking),
+        max_seqlen_k=max(lengths),
         softmax_scale=scale,
         causal=True,
     )
-    return o_Thd[..., : v_Thv.shape[-1]]
+    return o_Qhd[..., : v_Thv.shape[-1]]
 
 
 def chained_causal_attention(
-    q_Thd: Tensor,
+    q_Qhd: Tensor,
     k_Thd: Tensor,
     v_Thv: Tensor,
     chain: tuple[tuple[Tensor, Tensor], ...],
     lengths: tuple[int, ...],
     scale: float,
+    query_lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Without a chain as above. With one, torch's kernel: the package does not take a joined log-sum-exp."""
     if not chain:
-        return packed_causal_attention(q_Thd, k_Thd, v_Thv, lengths, scale)
-    return attention.chained_causal_attention(q_Thd, k_Thd, v_Thv, chain, lengths, scale)
+        return packed_causal_attention(q_Qhd, k_Thd, v_Thv, lengths, scale, query_lengths)
+    return attention.chained_causal_attention(q_Qhd, k_Thd, v_Thv, chain, lengths, scale, query_lengths)

@@ -1,15 +1,16 @@
 """The head's losses and metrics with one pass over the logits of a chunk for each thing that is read off them.
 
 Backward knows the log-sum-exps, so it computes a chunk's logits again and writes their gradient at once, in the
-dtype of its products. A chunk of trunk rows b..e-1 meets the rows b-d..e-d-1 of depth d, whose counterparts they
-are, so no row of the trunk is computed twice; the last d rows of depth d have no counterpart and no target, and
-their outputs are zeros.
+dtype of its products. A chunk of the trunk's rows meets the rows of every depth whose counterparts they are, so no
+row of the trunk is computed twice.
 
-Shapes: T tokens of the pack, t of a chunk, v this rank's rows of the vocabulary, H hidden size.
+Shapes: T tokens of the pack, n rows of a stream that meet the head, t of a chunk, v this rank's rows of the
+vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from bailing_mtp.contracts.sites import Chunk, HeadRows
 from bailing_mtp.parallel import vocab
 
 LOGITS_PER_CHUNK = 2**27
@@ -49,11 +51,11 @@ class FusedPlan:
 
 
 def fused_outputs(
-    plan: FusedPlan, targets: tuple[Tensor, ...], weight_vH: Tensor, streams: tuple[Tensor, ...]
+    plan: FusedPlan, rows: HeadRows, targets: tuple[Tensor, ...], weight_vH: Tensor, streams: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """fp32 [T] each: log-probability, hit and entropy of the trunk, then loss, acceptance, agreement and ratio of
-    every depth; meanings and gradients as heads.HeadOutputs. targets: ids, one [T] per stream."""
-    return _Fused.apply(plan, targets, weight_vH, *streams)
+    """fp32 [n] each: log-probability, hit and entropy of the trunk, then loss, acceptance, agreement and ratio of
+    every depth; meanings and gradients as heads.HeadOutputs. targets: ids, one [n] per stream."""
+    return _Fused.apply(plan, rows, targets, weight_vH, *streams)
 
 
 class _Joined(NamedTuple):
@@ -68,18 +70,18 @@ class _Joined(NamedTuple):
 class _Fused(Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: FusedPlan, targets: tuple[Tensor, ...], weight_vH: Tensor, *streams: Tensor
+        ctx: Any, plan: FusedPlan, rows: HeadRows, targets: tuple[Tensor, ...], weight_vH: Tensor, *streams: Tensor
     ) -> tuple[Tensor, ...]:
-        T, n_depths = streams[0].shape[0], len(streams) - 1
         make = {"dtype": torch.float32, "device": streams[0].device}
-        outputs = [torch.zeros(T, **make) for _ in range(3 + PER_DEPTH * n_depths)]
+        sizes = [target_n.numel() for target_n in targets]
+        outputs = [torch.empty(sizes[0], **make) for _ in range(3)]
+        outputs += [torch.empty(size, **make) for size in sizes[1:] for _ in range(PER_DEPTH)]
         # Of every stream, and last the trunk's at temperature 1, which the soft target's gradient reads.
-        lses = [torch.zeros(T, **make) for _ in range(n_depths + 2)]
+        lses = [torch.empty(size, **make) for size in (*sizes, sizes[0])]
         operand_vH = vocab.mm_operand(weight_vH, streams[0])
-        for begin in range(0, T, plan.chunk_tokens):
-            end = min(T, begin + plan.chunk_tokens)
-            _forward_chunk(plan, begin, end, streams, targets, operand_vH, outputs, lses)
-        ctx.plan, ctx.n_streams = plan, len(streams)
+        for chunk in rows.chunks(plan.chunk_tokens):
+            _forward_chunk(plan, rows, chunk, streams, targets, operand_vH, outputs, lses)
+        ctx.plan, ctx.rows, ctx.n_streams = plan, rows, len(streams)
         ctx.save_for_backward(weight_vH, *lses, *targets, *streams)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i and (i < 3 or (i - 3) % PER_DEPTH)))
@@ -88,35 +90,30 @@ class _Fused(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan, n = ctx.plan, ctx.n_streams
+        plan, rows, n = ctx.plan, ctx.rows, ctx.n_streams
         weight_vH, *rest = ctx.saved_tensors
         lses, targets, streams = rest[: n + 1], rest[n + 1 : 2 * n + 1], rest[2 * n + 1 :]
         upstream = [output_grads[0], *(output_grads[3 + PER_DEPTH * depth] for depth in range(n - 1))]
-        wants_weight = [ctx.needs_input_grad[2] and trains for trains in plan.trains_weight]
-        wants_stream = ctx.needs_input_grad[3:]
+        wants_weight = [ctx.needs_input_grad[3] and trains for trains in plan.trains_weight]
+        wants_stream = ctx.needs_input_grad[4:]
         operand_vH = vocab.mm_operand(weight_vH, streams[0])
         weight_grad_vH = torch.zeros_like(weight_vH, dtype=vocab.wide(weight_vH)) if any(wants_weight) else None
         grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(streams, wants_stream, strict=True)]
-        for begin in range(0, streams[0].shape[0], plan.chunk_tokens):
-            end = min(streams[0].shape[0], begin + plan.chunk_tokens)
-            p_tv = None
-            for depth in range(n):
-                lo, hi = max(begin - depth, 0), end - depth
+        for chunk in rows.chunks(plan.chunk_tokens):
+            p_rv = None
+            for depth, (lo, hi) in enumerate(((chunk.begin, chunk.end), *chunk.depths)):
                 needed = (wants_stream[depth] or wants_weight[depth]) and upstream[depth] is not None
-                soft = depth > 0 and plan.objective == "soft"
-                if hi <= lo or not needed:
+                if hi <= lo or not needed or (depth == 0 and not chunk.trains_trunk):
                     continue
-                if soft and p_tv is None:
-                    p_tv = vocab.head_logits(streams[0][begin:end], operand_vH)
-                trunk_rows = slice(lo + depth - begin, hi + depth - begin)
-                logits_tv = p_tv if depth == 0 and p_tv is not None else None
-                if logits_tv is None:
-                    logits_tv = vocab.head_logits(streams[depth][lo:hi], operand_vH)
-                if depth == 0 and plan.objective == "soft" and n > 1:
-                    p_tv = logits_tv
+                soft = plan.objective == "soft"
+                if soft and p_rv is None:
+                    p_rv = vocab.head_logits(_rows(streams, rows, 0, chunk.begin, chunk.end), operand_vH)
+                hidden_tH = _rows(streams, rows, depth, lo, hi)
+                logits_tv = p_rv if depth == 0 and soft else vocab.head_logits(hidden_tH, operand_vH)
                 grad_t, lse_t = upstream[depth][lo:hi], lses[depth][lo:hi]
-                if soft:
-                    pair = (logits_tv, lse_t, p_tv[trunk_rows], lses[-1][lo + depth : hi + depth])
+                if soft and depth > 0:
+                    partners_t = rows.depths[depth - 1].partners_n[lo:hi] - chunk.begin
+                    pair = (logits_tv, lse_t, p_rv, lses[-1][chunk.begin : chunk.end], partners_t)
                     grad_tv = plan.kernels.soft_grad(*pair, grad_t, operand_vH.dtype)
                 else:
                     target_t = targets[depth][lo:hi] - _first_row(plan, logits_tv)
@@ -126,60 +123,67 @@ class _Fused(Function):
                     )
                 logits_tv = pair = None  # freed before the products
                 if wants_stream[depth]:
-                    grads[depth][lo:hi] = (grad_tv @ operand_vH).to(streams[depth].dtype)
+                    grad_tH = (grad_tv @ operand_vH).to(streams[depth].dtype)
+                    grads[depth].index_copy_(0, _places(rows, depth, lo, hi), grad_tH)
                 if wants_weight[depth]:
-                    vocab.accumulate_mm(weight_grad_vH, grad_tv.t(), streams[depth][lo:hi].to(operand_vH.dtype))
+                    vocab.accumulate_mm(weight_grad_vH, grad_tv.t(), hidden_tH.to(operand_vH.dtype))
                 grad_tv = None  # freed before the next stream's logits are made
         weight_grad = None if weight_grad_vH is None else weight_grad_vH.to(weight_vH.dtype)
-        return None, None, weight_grad, *grads
+        return None, None, None, weight_grad, *grads
+
+
+def _places(rows: HeadRows, stream: int, lo: int, hi: int) -> Tensor:
+    return (rows.sites_n if stream == 0 else rows.depths[stream - 1].rows_n)[lo:hi]
+
+
+def _rows(streams: Sequence[Tensor], rows: HeadRows, stream: int, lo: int, hi: int) -> Tensor:
+    return streams[stream].index_select(0, _places(rows, stream, lo, hi))
 
 
 def _forward_chunk(
     plan: FusedPlan,
-    begin: int,
-    end: int,
+    rows: HeadRows,
+    chunk: Chunk,
     streams: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
     operand_vH: Tensor,
     outputs: list[Tensor],
     lses: list[Tensor],
 ) -> None:
-    """Fill the rows that belong to the trunk's rows begin..end-1."""
-    rows, n_depths = slice(begin, end), len(streams) - 1
-    p_tv = vocab.head_logits(streams[0][rows], operand_vH)
-    policy = _stats(plan, p_tv, targets[0][rows], plan.policy_temperature)
-    outputs[0][rows] = policy.target_t - policy.lse_t
-    outputs[1][rows] = (policy.best_t == targets[0][rows]).float()
-    outputs[2][rows] = policy.entropy_t
-    lses[0][rows] = policy.lse_t
-    if not n_depths:
+    """Fill the places of the chunk's rows."""
+    begin, end, here = chunk.begin, chunk.end, slice(chunk.begin, chunk.end)
+    p_rv, target_r = vocab.head_logits(_rows(streams, rows, 0, begin, end), operand_vH), targets[0][here]
+    policy = _stats(plan, p_rv, target_r, plan.policy_temperature)
+    outputs[0][here] = policy.target_t - policy.lse_t
+    outputs[1][here] = (policy.best_t == target_r).float()
+    outputs[2][here] = policy.entropy_t
+    lses[0][here] = policy.lse_t
+    if not rows.depths:
         return
     same = plan.temperature == plan.policy_temperature
-    trunk = policy if same else _stats(plan, p_tv, targets[0][rows], plan.temperature)
+    trunk = policy if same else _stats(plan, p_rv, target_r, plan.temperature)
     plain = trunk if plan.temperature == 1.0 else None
     if plan.objective == "soft":
-        plain = _stats(plan, p_tv, targets[0][rows], 1.0) if plain is None else plain
-        lses[-1][rows] = plain.lse_t
-    for depth in range(1, n_depths + 1):
-        lo, hi = max(begin - depth, 0), end - depth
+        plain = _stats(plan, p_rv, target_r, 1.0) if plain is None else plain
+        lses[-1][here] = plain.lse_t
+    # The trunk's target at site t+d is this depth's at site t.
+    p_log_r = trunk.target_t - trunk.lse_t
+    for depth, (lo, hi) in enumerate(chunk.depths, start=1):
         if hi <= lo:
             continue
-        at, here = slice(lo, hi), slice(lo + depth - begin, hi + depth - begin)
-        q_tv, target_t = vocab.head_logits(streams[depth][at], operand_vH), targets[depth][at]
-        draft = _stats(plan, q_tv, target_t, 1.0)
-        tempered = draft if plan.temperature == 1.0 else _stats(plan, q_tv, target_t, plan.temperature)
-        mass_t, cross_t = _pair(plan, p_tv[here], trunk.lse_t[here], q_tv, tempered.lse_t, plan.temperature)
+        at, partners_t = slice(lo, hi), rows.depths[depth - 1].partners_n[lo:hi] - begin
+        q_tv = vocab.head_logits(_rows(streams, rows, depth, lo, hi), operand_vH)
+        draft = _stats(plan, q_tv, targets[depth][at], 1.0)
+        tempered = draft if plan.temperature == 1.0 else _stats(plan, q_tv, targets[depth][at], plan.temperature)
+        mass_t, cross_t = _pair(plan, p_rv, trunk.lse_t, partners_t, q_tv, tempered.lse_t, plan.temperature)
         if plan.objective == "soft" and plan.temperature != 1.0:
-            cross_t = _pair(plan, p_tv[here], plain.lse_t[here], q_tv, draft.lse_t, 1.0)[1]
+            cross_t = _pair(plan, p_rv, plain.lse_t, partners_t, q_tv, draft.lse_t, 1.0)[1]
         lses[depth][at] = draft.lse_t
-        # Inside a document the trunk's target at site t+d is this depth's at site t; elsewhere nothing is read.
-        p_log_t = trunk.target_t[here] - trunk.lse_t[here]
-        q_log_t = tempered.target_t - tempered.lse_t
         found = (
             -cross_t if plan.objective == "soft" else draft.lse_t - draft.target_t,
             mass_t,
-            (draft.best_t == policy.best_t[here]).float(),
-            (q_log_t - p_log_t).clamp(max=0.0).exp(),
+            (draft.best_t == policy.best_t[partners_t]).float(),
+            (tempered.target_t - tempered.lse_t - p_log_r[partners_t]).clamp(max=0.0).exp(),
         )
         first = 3 + PER_DEPTH * (depth - 1)
         for output, values_t in zip(outputs[first : first + PER_DEPTH], found, strict=True):
@@ -205,9 +209,15 @@ def _stats(plan: FusedPlan, logits_tv: Tensor, target_t: Tensor, temperature: fl
 
 
 def _pair(
-    plan: FusedPlan, p_tv: Tensor, p_lse_t: Tensor, q_tv: Tensor, q_lse_t: Tensor, temperature: float
+    plan: FusedPlan,
+    p_rv: Tensor,
+    p_lse_r: Tensor,
+    partners_t: Tensor,
+    q_tv: Tensor,
+    q_lse_t: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    found = torch.stack(plan.kernels.pair_stats(p_tv, p_lse_t, q_tv, q_lse_t, 1.0 / temperature))
+    found = torch.stack(plan.kernels.pair_stats(p_rv, p_lse_r, partners_t, q_tv, q_lse_t, 1.0 / temperature))
     if plan.group is not None and plan.group.size() > 1 and found.numel():
         dist.all_reduce(found, group=plan.group)
     return found[0], found[1]

@@ -1,6 +1,7 @@
 """What the training losses and the acceptance metrics read off the trunk's and the MTP depths' logits.
 
-Shapes: T tokens of the pack, t of a chunk, D MTP depths, v this rank's vocabulary rows, H hidden size.
+Shapes: T tokens of the pack, n rows of a stream that meet the head, r rows of the trunk's chunk, t of a depth's, D
+MTP depths, v this rank's vocabulary rows, H hidden size.
 Site t of depth d predicts token t+1+d; its counterpart in the trunk is site t+d, which predicts the same token
 (architecture: MTP objective; Bailing V3 spec section 5).
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.contracts.sites import HeadRows
 from bailing_mtp.losses.chunked import Pass, head_pass
 from bailing_mtp.losses.fused_head import FusedPlan, fused_outputs
 from bailing_mtp.parallel import vocab
@@ -40,7 +42,8 @@ class HeadOptions:
 
 
 class DepthOutputs(NamedTuple):
-    """One MTP depth, per site; what lies outside the documents means nothing and must be masked."""
+    """One MTP depth, per site. Sites that the heads left out hold zeros; what lies outside the documents means
+    nothing and must be masked."""
 
     loss_T: Tensor
     """Cross-entropy to the objective's target, differentiable."""
@@ -53,7 +56,7 @@ class DepthOutputs(NamedTuple):
 
 
 class HeadOutputs(NamedTuple):
-    """The trunk, per site, and every MTP depth."""
+    """The trunk, per site (zeros where left out), and every MTP depth."""
 
     log_prob_T: Tensor
     """log softmax of logits / policy_temperature at token t+1, differentiable."""
@@ -66,25 +69,28 @@ class HeadOutputs(NamedTuple):
 
 def head_outputs(
     trunk_TH: Tensor,
-    mtp_TH: tuple[Tensor, ...],
+    mtp: tuple[Tensor, ...],
     weight_vH: Tensor,
     batch: TokenBatch,
     group: ProcessGroup | None,
     options: HeadOptions,
+    rows: HeadRows | None = None,
 ) -> HeadOutputs:
-    """One chunked pass over the logits of the trunk and of D = len(mtp_TH) depths.
+    """One chunked pass over the logits of the trunk and of D = len(mtp) depths, at the sites of `rows` (None: all).
 
-    Gradients: log_prob_T reaches trunk_TH and the weight; loss_T of depth d reaches mtp_TH[d-1], and the weight
-    unless detach_mtp. Nothing of the trunk's logits feels the soft target or a metric. The gradients of the
-    hidden states are this rank's part of a sum over `group`.
+    mtp: [T, H] of every depth, or what of it `rows` was made for. Gradients: log_prob_T reaches trunk_TH and the
+    weight; loss_T of depth d reaches mtp[d-1], and the weight unless detach_mtp. Nothing of the trunk's logits feels
+    the soft target or a metric. The gradients of the hidden states are this rank's part of a sum over `group`.
     """
-    n_depths = len(mtp_TH)
-    trains_weight = (True, *(not options.detach_mtp for _ in mtp_TH))
-    targets = tuple(batch.token_ahead(1 + depth) for depth in range(n_depths + 1))
+    T, n_depths = trunk_TH.shape[0], len(mtp)
+    rows = HeadRows.every(T, n_depths, trunk_TH.device) if rows is None else rows
+    assert len(rows.depths) == n_depths, f"rows of {len(rows.depths)} depths for {n_depths} streams"
+    trains_weight = (True, *(not options.detach_mtp for _ in mtp))
+    sites = (rows.sites_n, *(depth.sites_n for depth in rows.depths))
+    targets = tuple(batch.token_ahead(1 + depth)[sites_n] for depth, sites_n in enumerate(sites))
     if options.kernels is None:
-        chunk_fn = _ChunkOutputs(n_depths, group, options)
-        plan = Pass(chunk_fn, options.chunk_tokens, halo=n_depths, trains_weight=trains_weight)
-        flat = head_pass((trunk_TH, *mtp_TH), weight_vH, plan, targets)
+        plan = Pass(_ChunkOutputs(group, options), options.chunk_tokens, trains_weight, rows)
+        flat = head_pass((trunk_TH, *mtp), weight_vH, plan, targets)
     else:
         fused = FusedPlan(
             kernels=options.kernels,
@@ -95,40 +101,42 @@ def head_outputs(
             temperature=options.temperature,
             policy_temperature=options.policy_temperature,
         )
-        flat = fused_outputs(fused, targets, weight_vH, (trunk_TH, *mtp_TH))
-    depths = tuple(DepthOutputs(*flat[3 + 4 * d : 7 + 4 * d]) for d in range(n_depths))
-    return HeadOutputs(flat[0], flat[1], depths, flat[2])
+        flat = fused_outputs(fused, rows, targets, weight_vH, (trunk_TH, *mtp))
+    owners = [0] * 3 + [depth + 1 for depth in range(n_depths) for _ in DepthOutputs._fields]
+    whole = [values_n.new_zeros(T).index_copy(0, sites[i], values_n) for i, values_n in zip(owners, flat, strict=True)]
+    depths = tuple(DepthOutputs(*whole[3 + 4 * d : 7 + 4 * d]) for d in range(n_depths))
+    return HeadOutputs(whole[0], whole[1], depths, whole[2])
 
 
 @dataclass(frozen=True)
 class _ChunkOutputs:
     """The chunk function of `head_outputs`: trunk log-prob, hit and entropy, then four values a depth."""
 
-    n_depths: int
     group: ProcessGroup | None
     options: HeadOptions
 
     def __call__(
-        self, logits: list[Tensor], ahead_logits: Tensor | None, *targets_t: Tensor
+        self, logits: list[Tensor], partners: list[Tensor | None], targets: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        trunk_tv = logits[0]
+        trunk_rv = logits[0]
         temperature = self.options.policy_temperature
-        policy_tv = trunk_tv if temperature == 1.0 else trunk_tv / temperature
-        log_prob_t = vocab.log_prob(policy_tv, targets_t[0], self.group)
-        correct_t = entropy_t = torch.zeros_like(log_prob_t).detach()
+        policy_rv = trunk_rv if temperature == 1.0 else trunk_rv / temperature
+        log_prob_r = vocab.log_prob(policy_rv, targets[0], self.group)
+        correct_r = entropy_r = torch.zeros_like(log_prob_r).detach()
         if not torch.is_grad_enabled():
-            best_t, _ = vocab.argmax(trunk_tv, self.group)
-            correct_t = (best_t == targets_t[0]).float()
-            entropy_t = vocab.entropy(policy_tv, self.group) if self.options.with_entropy else entropy_t
-        outputs = [log_prob_t, correct_t, entropy_t]
-        n_rows = trunk_tv.shape[0]
-        for depth in range(1, self.n_depths + 1):
-            # The trunk's logits at site t+d, for every t of the chunk.
-            outputs += self._depth(logits[depth], ahead_logits[depth : depth + n_rows], targets_t[depth])
+            best_r, _ = vocab.argmax(trunk_rv, self.group)
+            correct_r = (best_r == targets[0]).float()
+            entropy_r = vocab.entropy(policy_rv, self.group) if self.options.with_entropy else entropy_r
+        outputs = [log_prob_r, correct_r, entropy_r]
+        for q_tv, partners_t, target_t in zip(logits[1:], partners[1:], targets[1:], strict=True):
+            outputs += self._depth(q_tv, trunk_rv.detach(), partners_t, target_t)
         return tuple(outputs)
 
-    def _depth(self, q_tv: Tensor, p_tv: Tensor, target_t: Tensor) -> list[Tensor]:
-        if self.options.objective == "soft":
+    def _depth(self, q_tv: Tensor, p_rv: Tensor, partners_t: Tensor, target_t: Tensor) -> list[Tensor]:
+        hard = self.options.objective == "hard"
+        # The trunk's logits that predict the same tokens; the gradient of the hard loss does not read them.
+        p_tv = None if hard and torch.is_grad_enabled() else p_rv[partners_t]
+        if not hard:
             loss_t = vocab.soft_cross_entropy(q_tv, p_tv, self.group)
         else:
             loss_t = -vocab.log_prob(q_tv, target_t, self.group)

@@ -1,7 +1,7 @@
 """Multi-head latent attention with a per-head output gate, written on megatron-core's parallel linears.
 
-Shapes: T tokens of the pack, s of this rank's sequence shard, h heads of this rank, n no-position size,
-r rotary size, d = n + r, v value size, C latent rank.
+Shapes: T tokens of the pack, Q of them that ask, s of this rank's sequence shard, h heads of this rank, n no-position
+size, r rotary size, d = n + r, v value size, C latent rank.
 Source: Bailing V3 spec section 2.2.
 """
 
@@ -27,10 +27,10 @@ LATENT_NORM_EPS = 1e-6
 class AttentionInputs(NamedTuple):
     """What attention reads, for all T tokens and this rank's heads; positions are already applied."""
 
-    q_Thd: Tensor
+    q_Qhd: Tensor
     k_Thd: Tensor
     v_Thv: Tensor
-    gate_Th: Tensor
+    gate_Qh: Tensor
 
 
 class GatedMla(nn.Module):
@@ -82,28 +82,33 @@ class GatedMla(nn.Module):
         """
         inputs = self.project(hidden, rotary_pos_emb)
         o_Thv = self.kernels.packed_causal_attention(
-            inputs.q_Thd, inputs.k_Thd, inputs.v_Thv, packed_seq_params.lengths, self.softmax_scale
+            inputs.q_Qhd, inputs.k_Thd, inputs.v_Thv, packed_seq_params.lengths, self.softmax_scale
         )
-        return self.finish(o_Thv, inputs.gate_Th), None
+        return self.finish(o_Thv, inputs.gate_Qh), None
 
-    def project(self, hidden: Tensor, rotary_pos_emb: Tensor) -> AttentionInputs:
-        """Queries, keys, values and gates of all tokens from this rank's sequence shard of the layer input."""
-        q_Thd = self._queries(hidden).unflatten(-1, (self.heads, -1))
+    def project(self, hidden: Tensor, rotary_pos_emb: Tensor, queries_Q: Tensor | None = None) -> AttentionInputs:
+        """Keys and values of all tokens from this rank's sequence shard of the layer input; queries and gates of the
+        rows `queries_Q`, without sequence parallel (None: of all)."""
+        asking, asking_table = hidden, rotary_pos_emb
+        if queries_Q is not None:
+            assert not self.sequence_parallel, "a sequence shard does not hold all rows"
+            asking, asking_table = hidden.index_select(0, queries_Q), rotary_pos_emb.index_select(0, queries_Q)
+        q_Qhd = self._queries(asking).unflatten(-1, (self.heads, -1))
         latent, k_rope = self.kv_a_proj(hidden).split((self.kv_rank, self.rope_dim), dim=-1)
         kv_Thx = self.kv_b_proj(self.kv_a_layernorm(latent)).squeeze(1).unflatten(-1, (self.heads, -1))
         k_nope_Thn, v_Thv = kv_Thx.split((self.nope_dim, self.value_dim), dim=-1)
-        q_nope_Thn, q_rope_Thr = q_Thd.split((self.nope_dim, self.rope_dim), dim=-1)
+        q_nope_Qhn, q_rope_Qhr = q_Qhd.split((self.nope_dim, self.rope_dim), dim=-1)
         if self.sequence_parallel:
             # Its gradient is a sum over this rank's heads: the backward of the gather adds the ranks' sums.
             k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
         k_rope_T1r = apply_rope(k_rope, rotary_pos_emb)
-        q_Thd = torch.cat((q_nope_Thn, apply_rope(q_rope_Thr, rotary_pos_emb)), dim=-1)
+        q_Qhd = torch.cat((q_nope_Qhn, apply_rope(q_rope_Qhr, asking_table)), dim=-1)
         k_Thd = torch.cat((k_nope_Thn, k_rope_T1r.expand(-1, self.heads, -1)), dim=-1)
-        return AttentionInputs(q_Thd, k_Thd, v_Thv, self.gate_proj(hidden).squeeze(1).sigmoid())
+        return AttentionInputs(q_Qhd, k_Thd, v_Thv, self.gate_proj(asking).squeeze(1).sigmoid())
 
-    def finish(self, o_Thv: Tensor, gate_Th: Tensor) -> Tensor:
-        """Gate each head and project back: [T, h, v] -> this rank's shard [s, 1, H]."""
-        gated = o_Thv * gate_Th.unsqueeze(-1)
+    def finish(self, o_Qhv: Tensor, gate_Qh: Tensor) -> Tensor:
+        """Gate each head and project back: [Q, h, v] -> this rank's shard [s, 1, H]."""
+        gated = o_Qhv * gate_Qh.unsqueeze(-1)
         return self.out_proj(gated.flatten(1).unsqueeze(1))
 
     def _queries(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The multi-token-prediction layer: one gated-MLA block appended after the trunk's final norm.
 
-Shapes: T tokens of the pack, s of this rank's sequence shard, H hidden size.
+Shapes: T tokens of the pack, s of this rank's sequence shard, H hidden size, K key rows and Q asking rows of a part.
 Source: Bailing V3 spec section 3. It has no embedding and no head of its own: both are the trunk's.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import PackedLayout
+from bailing_mtp.contracts.sites import DraftSites
 from bailing_mtp.model.settings import ModelSettings, transformer_config
 from bailing_mtp.model.specs import layer_module, layer_submodules
 from bailing_mtp.parallel.context import ParallelContext
@@ -55,28 +56,35 @@ class MtpLayer(MegatronModule):
         ropes: Sequence[Tensor],
         layout: PackedLayout,
         uncounted: Sequence[Tensor],
+        part: DraftSites | None = None,
     ) -> tuple[Tensor, ...]:
         """Unroll the layer over D depths: tensors [s, 1, H] after final_layernorm, one per depth.
 
         embeddings[d-1]: of token t+d. hidden: the trunk's, after its final norm. ropes[d-1]: the rotary table of
         position t+d-1. uncounted[d-1]: bool [s], sites that stay out of the router's counts.
 
+        part: without sequence parallel, the sites to work on. hidden, embeddings[0] and ropes[0] are then of its K
+        key rows; further embeddings and ropes, every uncounted and the result of its Q asking rows.
+
         Depth d is the function that a rollout runs when it drafts: its query attends to the depth-1 rows (made
         of true trunk hidden states) up to t and to its own chain's rows, and its input hidden state is the depth
         d-1 output, with gradients through all depths.
         """
         assert len(embeddings) == len(ropes) == len(uncounted), "one embedding, table and mask per depth"
-        outputs: list[Tensor] = []
+        mixer, outputs = self.block.self_attention, []
+        lengths = layout.lengths if part is None else part.lengths
+        query_lengths, queries_Q = (None, None) if part is None else (part.query_lengths, part.queries_Q)
         rows: list[tuple[Tensor, Tensor]] = []
         for embedding, rope, uncounted_s in zip(embeddings, ropes, uncounted, strict=True):
             x = self.eh_proj(torch.cat((self.enorm(embedding), self.hnorm(hidden)), dim=-1))
-            inputs = self.block.self_attention.project(self.block.input_layernorm(x), rope)
+            inputs = mixer.project(self.block.input_layernorm(x), rope, queries_Q)
+            if queries_Q is not None:
+                x, queries_Q = x.index_select(0, queries_Q), None  # deeper, every row asks
             rows.append((inputs.k_Thd, inputs.v_Thv))
-            mixer = self.block.self_attention
-            o_Thv = mixer.kernels.chained_causal_attention(
-                inputs.q_Thd, *rows[0], tuple(rows[1:]), layout.lengths, mixer.softmax_scale
+            o_Qhv = mixer.kernels.chained_causal_attention(
+                inputs.q_Qhd, *rows[0], tuple(rows[1:]), lengths, mixer.softmax_scale, query_lengths
             )
-            x = x + mixer.finish(o_Thv, inputs.gate_Th)
+            x = x + mixer.finish(o_Qhv, inputs.gate_Qh)
             mlp, _ = self.block.mlp(self.block.pre_mlp_layernorm(x), padding_mask=uncounted_s[None])
             hidden = self.final_layernorm(x + mlp)
             outputs.append(hidden)

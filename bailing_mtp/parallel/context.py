@@ -66,7 +66,10 @@ class ParallelContext:
             dist.barrier()
 
     def sum_over_dp(self, values: Sequence[float | int | Tensor]) -> list[float]:
-        """Element-wise sum over data-parallel ranks, in float64, in one collective."""
+        """Element-wise sum over data-parallel ranks, in float64, in one collective. A single replica's numbers of the
+        host are not sent through the device, whose queued work the host would wait for."""
+        if self.dp == 1 and not any(isinstance(value, Tensor) for value in values):
+            return [float(value) for value in values]
         total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values])
         if self.dp > 1:
             dist.all_reduce(total, group=self.dp_group)
@@ -127,7 +130,8 @@ def build_context(
 
 
 def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """A group of the same ranks for small reductions of host values; None for a single rank. Collective.
+    """A group of the same ranks for small reductions of host values; None for a single rank. Collective over all
+    ranks, whose groups are equally large.
 
     On a GPU it is one of its own, so that the host waits for no device.
     """
@@ -135,8 +139,11 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
         return None
     if device.type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
+    # Made by all ranks in one order: its name is then never one that an ended group has left in the store.
+    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in dict.fromkeys(map(tuple, everyone))}
+    return made[tuple(everyone[dist.get_rank()])]
 
 
 def destroy_context() -> None:

@@ -201,7 +201,8 @@ def head_block(sizes: PassSizes, n_depths: int, is_soft: bool) -> Block:
     streams = (1 + n_depths) * T * H * b
     if sizes.tp > 1:
         streams += (n_depths > 0) * sizes.stream_bytes  # the shard, beside the gathered whole
-    values = T * ((5 + 5 * n_depths) * FP32 + (1 + n_depths) * INT64)
+    # Per row log-sum-exps, what is read off the logits, the target and the site.
+    values = T * ((5 + 5 * n_depths) * FP32 + 2 * (1 + n_depths) * INT64)
     if sizes.settings.kernels == "triton":
         logits = min(T, fused_chunk_tokens(v)) * v * FP32
         gradient = logits * b // FP32

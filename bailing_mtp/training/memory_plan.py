@@ -169,17 +169,16 @@ def plan_training(inputs: PlanInputs) -> TrainingPlan:
 def step_bytes(counts: ModelCounts, optim: OptimConfig, states: OptimizerStates) -> int:
     """What an optimizer step adds to what is there between steps.
 
-    Clipping writes one scaled gradient at a time. States that are offloaded come back: master weights whole, moments a
-    slice of parameters at a time.
+    Norms, clipping and Adam's fused update work in place. 8-bit states are updated a piece at a time, which is copied
+    with its gradient. States that are offloaded come back: master weights whole, moments a slice of parameters after
+    another.
     """
-    clipping = counts.largest * FP32 if optim.clip_grad is not None else 0
     if optim.name == "adamw8bit":
-        # One piece at a time is copied, with its gradient.
-        return max(clipping, PIECE_ELEMENTS * (2 + FP32))
+        return PIECE_ELEMENTS * (2 + FP32)
     if optim.offload == "none":
-        return clipping
+        return 0
     slice_bytes = min(counts.trained * FP32, max(SLICE_BYTES, counts.largest * FP32))
-    return states.master + max(clipping, min(2 * slice_bytes, states.moments))
+    return states.master + min(2 * slice_bytes, states.moments)
 
 
 def require_fit(inputs: PlanInputs, room_bytes: int) -> TrainingPlan:

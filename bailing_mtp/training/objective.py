@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bailing_mtp.config import MtpConfig
 from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.contracts.sites import DraftSites, HeadRows
 from bailing_mtp.losses.chunked import chunk_tokens_for
 from bailing_mtp.losses.fused_head import fused_chunk_tokens
 from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, head_outputs, reach
@@ -118,7 +119,11 @@ class PretrainObjective:
         with_entropy: bool = False,
         replay: RouteReplay | None = None,
     ) -> HeadOutputs:
-        """Forward of trunk, MTP layer and heads over one microbatch; acceptance, too, is at `policy_temperature`."""
+        """Forward of trunk, MTP layer and heads over one microbatch; acceptance, too, is at `policy_temperature`.
+
+        Heads work at sites with a target alone, and so does the MTP layer where it need not see the rest; under
+        sequence parallel the layer works on every site, because its shards are cut by site.
+        """
         hidden = state.trunk(batch, replay)
         weight_vH = state.trunk_module.head_weight
         kernels = state.trunk_module.head_kernels
@@ -132,21 +137,31 @@ class PretrainObjective:
             with_entropy=with_entropy,
             kernels=kernels,
         )
-        mtp_TH = tuple(whole_sequence(x, state) for x in self._mtp_hidden(state, hidden, batch))
+        part = DraftSites.of(batch, self.n_depths) if self.n_depths and state.context.tp == 1 else None
+        mtp = tuple(whole_sequence(x, state) for x in self._mtp_hidden(state, hidden, batch, part))
+        rows = HeadRows.of(batch, self.n_depths, part)
         trunk_TH = whole_sequence(hidden, state)
-        return head_outputs(trunk_TH, mtp_TH, weight_vH, batch, state.context.tp_group, options)
+        return head_outputs(trunk_TH, mtp, weight_vH, batch, state.context.tp_group, options, rows)
 
-    def _mtp_hidden(self, state: TrainState, hidden: Tensor, batch: TokenBatch) -> tuple[Tensor, ...]:
+    def _mtp_hidden(
+        self, state: TrainState, hidden: Tensor, batch: TokenBatch, part: DraftSites | None
+    ) -> tuple[Tensor, ...]:
         if self.n_depths == 0:
             return ()
         assert state.mtp is not None, "mtp.loss_scale is set but the state has no MTP layer"
         trunk, depths = state.trunk_module, range(1, self.n_depths + 1)
-        embeddings = [trunk.embed(batch.token_ahead(depth)) for depth in depths]
+        ids = [batch.token_ahead(depth) for depth in depths]
+        positions = [batch.layout.position_ids_T + depth - 1 for depth in depths]
+        uncounted = [sequence_shard(~batch.shift(depth).valid_T, state.context) for depth in depths]
+        if part is not None:
+            sites = [part.keys_K, *(part.sites_Q for _ in depths[1:])]
+            ids, positions = ([x_T[at] for x_T, at in zip(values, sites, strict=True)] for values in (ids, positions))
+            uncounted = [x_T[part.sites_Q] for x_T in uncounted]
+            hidden = hidden.index_select(0, part.keys_K)
+        embeddings, ropes = [trunk.embed(x) for x in ids], [trunk.rope(x) for x in positions]
         if self.mtp.detach:
             embeddings, hidden = [x.detach() for x in embeddings], hidden.detach()
-        ropes = [trunk.rope(batch.layout.position_ids_T + depth - 1) for depth in depths]
-        uncounted = [sequence_shard(~batch.shift(depth).valid_T, state.context) for depth in depths]
-        return state.mtp(embeddings, hidden, ropes, batch.layout, uncounted)
+        return state.mtp(embeddings, hidden, ropes, batch.layout, uncounted, part)
 
 
 def _sites(depth: int) -> str:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from bailing_mtp.contracts.policy import PolicyBatch
+from bailing_mtp.contracts.sites import HeadRows
 from bailing_mtp.losses.chunked import chunk_tokens_for
 from bailing_mtp.losses.heads import HeadOptions, head_outputs
 from bailing_mtp.model.replay import RouteReplay
@@ -51,7 +52,8 @@ def _token_logprobs(
     if context.tp > 1:
         hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
     options = HeadOptions(chunk_tokens_for(trunk.head_weight.shape[0]), policy_temperature=temperature)
-    heads = head_outputs(hidden.squeeze(1), (), trunk.head_weight, padded, context.tp_group, options)
+    rows = HeadRows.of(padded, n_depths=0)
+    heads = head_outputs(hidden.squeeze(1), (), trunk.head_weight, padded, context.tp_group, options, rows)
     # A site predicts the next token; the batch keeps values at the token.
     logprob_T = heads.log_prob_T[: batch.layout.n_tokens].float().cpu().roll(1)
     return torch.where(batch.loss_mask_T, logprob_T, 0.0)

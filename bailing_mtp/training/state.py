@@ -18,6 +18,7 @@ from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.parallel.fused import choose_fused
 from bailing_mtp.training.adamw8bit import build_adamw8bit
+from bailing_mtp.training.main_grads import watch_first_gradients
 from bailing_mtp.training.offload import OptimizerOffload
 
 
@@ -97,7 +98,9 @@ def _wrap(module: BailingModel | MtpLayer, context: ParallelContext, ddp: DdpOpt
         grad_reduce_in_fp32=True,
         bucket_size=ddp.bucket_elements,
     )
-    return DistributedDataParallel(module.config, config, module, pg_collection=context.groups)
+    chunk = DistributedDataParallel(module.config, config, module, pg_collection=context.groups)
+    watch_first_gradients(chunk)
+    return chunk
 
 
 def _optimizer(

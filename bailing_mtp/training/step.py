@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.training.main_grads import begin_gradients, clear_untouched
 from bailing_mtp.training.objective import Objective
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.update import TRUNK, TrainingDiverged, clip_and_step, finish_gradients, router_bias_kept
@@ -72,15 +73,13 @@ class Accumulated:
 def accumulate_gradients(
     state: TrainState, microbatches: Sequence[TokenBatch], objective: Objective
 ) -> Accumulated:
-    """Clear the gradients, then add those of all microbatches; the last backward starts their reduction."""
+    """Sum the gradients of all microbatches, in place of older ones; the last backward starts their reduction."""
     counts = _global_counts(state, microbatches, objective)
     sums: dict[str, Tensor] = {}
     totals: list[Tensor] = []
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
+    begin_gradients(state.chunks)
     state.optimizer.zero_grad()
     multiple = state.trunk_module.token_multiple
-    # All before the first forward: a copy from the host waits for the work that is queued when it comes.
     on_device = [batch.padded_to(multiple).to(state.context.device) for batch in microbatches]
     for index, batch in enumerate(on_device):
         with _gradients_stay_local(state, index + 1 < len(microbatches)):
@@ -89,6 +88,7 @@ def accumulate_gradients(
         totals.append(terms.total.detach())
         for name, value in terms.sums.items():
             sums[name] = sums[name] + value if name in sums else value
+    clear_untouched(state.chunks)
     stacked = torch.stack(totals)
     return Accumulated(counts, sums, stacked.sum(), torch.isfinite(stacked).tolist())
 

@@ -11,7 +11,7 @@ from bailing_mtp.config import ConfigError
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.optimizer_state import rank_states
-from recipes import bench_train, bench_train_parts, bench_train_run
+from recipes import bench_train, bench_train_arms, bench_train_parts, bench_train_run, bench_train_size
 from tests.benchmark.sizes import config_of, smallest
 from tests.distributed.worlds import layout
 
@@ -46,10 +46,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch):
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda *_: None,
             "max_memory_allocated": lambda *_: 3 * 2**30,
+            "memory_allocated": lambda *_: 2**30,
             "get_device_name": lambda *_: "H200",
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(bench_train_run, "build_context", lambda *_: context)
+        monkeypatch.setattr(bench_train_run, "join_ranks", lambda *_: context)
         monkeypatch.setattr(bench_train_run, "leave_ranks", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: dataclasses.make_dataclass(
             "Properties", [("total_memory", int)])(2**40))  # fmt: skip
@@ -65,17 +66,19 @@ def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytes
     config = _config("model.experts=grouped")
     arch = smallest()
     monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: arch))
-    bench_train_run.run_train(config, {"device": "none"}, tmp_path / "benchmark.json")
+    bench_train_run.run_train(config, lambda device: {"device": "none"}, tmp_path / "benchmark.json")
     content = json.loads((tmp_path / "benchmark.json").read_text())
-    wanted = [(x.name, x.recompute, x.tokens) for x in bench_train.arms((64, 32))]
+    wanted = [(x.name, x.recompute, x.tokens) for x in bench_train_arms.arms((64, 32))]
     assert [(x["mtp"], x["recompute"], x["tokens"]) for x in content["figures"]] == wanted
     assert {"off", "joint", "detached, half", "joint depth 2"} == {name for name, *_ in wanted} - {"off, half"}
     assert {recompute for _, recompute, _ in wanted} == {"none", "selective", "full"}
     figure = content["figures"][0]
     # One millisecond between the start and the end of a run.
-    assert (figure["step_ms"], figure["peak_gib"]) == (1.0, 3.0)
+    assert (figure["step_ms"], figure["peak_gib"], figure["activation_gib"]) == (1.0, 3.0, 2.0)
+    costs = [(x["mtp_cost"], x["mtp_activation_gib"]) for x in content["figures"]]
+    assert costs == [(None, None) if x.mtp.loss_scale is None else (0.0, 0.0) for x in bench_train_arms.arms((64, 32))]
     assert figure["tokens_per_second"] == pytest.approx(64 / 1e-3)
-    batch = bench_train.pack(arch, 64, 1.0)
+    batch = bench_train_arms.pack(arch, 64, 1.0)
     expected = training_flops(arch).of([batch]) / 1e-3
     assert figure["model_tflops_per_s"] == pytest.approx(expected / 1e12)
     assert figure["mfu"] == pytest.approx(expected / 989e12)
@@ -85,14 +88,27 @@ def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytes
     assert f"benchmark: {len(wanted)} arms" in capsys.readouterr().out
 
 
+def test_arms_are_compared_with_their_own_half():
+    everything = list(bench_train_arms.arms((64, 32, 128)))
+    with_mtp = [x for x in everything if x.mtp.loss_scale is not None]
+    for arm in with_mtp:
+        assert everything.index(bench_train_arms.without_mtp(arm)) < everything.index(arm)
+    assert {x.tokens for x in with_mtp} == {64, 32, 128} and len(set(everything)) == len(everything)
+    plain = bench_train_arms.Figure("off", "none", 64, 10.0, 8.0, 6400.0, 1.0, None, 70.0, 4.0, 1.0)
+    joint = dataclasses.replace(plain, tokens_per_second=5600.0, activation_gib=4.75)
+    found = bench_train_arms.compared(joint, plain)
+    assert (found.mtp_cost, found.mtp_activation_gib) == (pytest.approx(0.125), 0.75)
+    assert bench_train_arms.line(found).endswith("12.5%     0.75") and bench_train_arms.line(plain).endswith("1.000")
+
+
 def test_parts_are_seen_forward_and_backward(on_cpu):
     config, arch = _config(), smallest()
-    arm = next(bench_train.arms((64,)))
+    arm = next(bench_train_arms.arms((64,)))
     state = bench_train.make_state(config, arch, on_cpu, arm)
     objective = bench_train_run.PretrainObjective(arm.mtp)
     spans = bench_train_parts._Spans()
     with bench_train_parts._watched(state, spans):
-        bench_train.passes(state, bench_train.pack(arch, 64, 1.0), objective)
+        bench_train.passes(state, bench_train_arms.pack(arch, 64, 1.0), objective)
     counts: dict[str, int] = {}
     for part, *_ in spans._spans:
         counts[part] = counts.get(part, 0) + 1
@@ -100,7 +116,7 @@ def test_parts_are_seen_forward_and_backward(on_cpu):
 
 
 def test_half_of_every_document_is_trained():
-    batch = bench_train.pack(smallest(), 64, 0.5)
+    batch = bench_train_arms.pack(smallest(), 64, 0.5)
     assert [int(x.sum()) for x in batch.loss_mask_T.split(batch.layout.lengths)] == [12, 16, 4]
 
 
@@ -108,7 +124,7 @@ def test_layers_follow_the_memory(on_cpu):
     arch = Architecture.from_hf(_config().model.architecture | {"num_hidden_layers": 12}, "test")
 
     def layers(config, memory_bytes: int) -> int:
-        return bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
+        return bench_train_size.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
 
     assert layers(_config("reserve_gb=1"), 2**40) == 12
     assert layers(_config("reserve_gb=1"), 2**30) == 4
@@ -119,12 +135,12 @@ def test_8_bit_states_leave_room_for_the_whole_model(on_cpu):
     config = config_of("what=train", "optim=adamw8bit")
     arch = Architecture.from_hf(config.model.architecture, "test", strict=True)
     memory_bytes = int(139.8 * 2**30)
-    assert bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers == arch.num_layers == 24
-    assert bench_train.cut_to_memory(config_of("what=train"), arch, on_cpu, memory_bytes).num_layers == 12
+    assert bench_train_size.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers == arch.num_layers == 24
+    assert bench_train_size.cut_to_memory(config_of("what=train"), arch, on_cpu, memory_bytes).num_layers == 12
 
 
 def test_the_timed_optimizer_is_the_one_that_is_asked_for(on_cpu):
-    arm = next(bench_train.arms((64,)))
+    arm = next(bench_train_arms.arms((64,)))
     state = bench_train.make_state(_config("optim=adamw8bit"), smallest(), on_cpu, arm)
     assert rank_states(state.optimizer)
     assert not rank_states(bench_train.make_state(_config(), smallest(), on_cpu, arm).optimizer)

@@ -77,14 +77,17 @@ def check_head(kernels, device: str, dtype: torch.dtype, *, t: int, v: int, scal
     theirs = head_twin.row_stats(p, target, scale)
     _compare(ours, tuple(theirs), torch.float32, "row statistics")
     p_lse, q_lse = theirs.max_t + theirs.sum_t.log(), (q * scale).logsumexp(-1)
+    rows = draw.integers(0, t, t - 2)
+    rows[-1] = t - 1
+    q, q_lse, some_grad = q[2:], q_lse[2:], grad[2:]
+    soft_inputs = (q, q.logsumexp(-1), p, p.logsumexp(-1), rows, some_grad, dtype)
     with poisoned():
-        our_pair = kernels.pair_stats(p, p_lse, q, q_lse, scale)
+        our_pair = kernels.pair_stats(p, p_lse, rows, q, q_lse, scale)
         our_grad = kernels.target_grad(p, p_lse, target, grad, scale, dtype)
-        our_soft = kernels.soft_grad(q, q.logsumexp(-1), p, p.logsumexp(-1), grad, dtype)
-    _compare(our_pair, head_twin.pair_stats(p, p_lse, q, q_lse, scale), torch.float32, "pair statistics")
+        our_soft = kernels.soft_grad(*soft_inputs)
+    _compare(our_pair, head_twin.pair_stats(p, p_lse, rows, q, q_lse, scale), torch.float32, "pair statistics")
     _compare(our_grad, head_twin.target_grad(p, p_lse, target, grad, scale, dtype), dtype, "target gradient")
-    soft = head_twin.soft_grad(q, q.logsumexp(-1), p, p.logsumexp(-1), grad, dtype)
-    _compare(our_soft, soft, dtype, "soft gradient")
+    _compare(our_soft, head_twin.soft_grad(*soft_inputs), dtype, "soft gradient")
 
 
 def check_nan_row(kernels, device: str):

@@ -52,6 +52,26 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, n_chain: int, sco
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("n_chain", [0, 2])
+@pytest.mark.parametrize("scores_per_block", [1, 2**26])
+def test_some_queries_are_the_last_rows_of_all(monkeypatch: pytest.MonkeyPatch, n_chain: int, scores_per_block: int):
+    """Values, and the gradients of an upstream that is zero for the queries left out."""
+    monkeypatch.setattr(attention, "SCORES_PER_BLOCK", scores_per_block)
+    asking, ends = (1, 1, 0, 5, 4, 0, 23), torch.tensor(LENGTHS).cumsum(0).tolist()
+    rows = torch.cat([torch.arange(end - n, end) for n, end in zip(asking, ends, strict=True)])
+    tensors = _inputs(n_chain)
+    q, k, v, *chain = tensors
+    some = chained_causal_attention(
+        q[rows], k, v, _pairs([x[rows] for x in chain]), LENGTHS, SCALE, query_lengths=asking
+    )
+    every = chained_causal_attention(q, k, v, _pairs(chain), LENGTHS, SCALE)
+    torch.testing.assert_close(some, every[rows])
+    upstream = torch.randn(some.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    grads = [torch.autograd.grad(o, tensors, upstream) for o in (some, every[rows])]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_large_scores_do_not_overflow():
     tensors = [(x.detach() * 100).requires_grad_() for x in _inputs(2, torch.float32)]
     o = chained_causal_attention(*tensors[:3], _pairs(tensors[3:]), LENGTHS, SCALE)

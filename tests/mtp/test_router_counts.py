@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bailing_mtp.contracts import sites
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.router import GroupLimitedRouter
 from bailing_mtp.parallel.context import ParallelContext
@@ -40,8 +41,14 @@ def _counts(state: TrainState) -> dict[str, Tensor]:
     return {name: router.local_tokens_per_expert.clone() for name, router in _routers(state).items()}
 
 
-def test_counts_are_exactly_those_of_the_counted_tokens(context: ParallelContext):
-    """Per router, from the routing map of every call: expert by expert, not only the total."""
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_counts_are_exactly_those_of_the_counted_tokens(
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch, share: float
+):
+    """Per router, from the routing map of every call: expert by expert, not only the total; with the MTP layer on
+    every site and on those that it needs."""
+    monkeypatch.setattr(sites, "WORTHWHILE_SHARE", share)
+    part = sites.DraftSites.of(PACK, DEPTH)
     state = models.fixture_state(context)
     maps: dict[str, list[Tensor]] = {}
     for name, router in _routers(state).items():
@@ -50,11 +57,16 @@ def test_counts_are_exactly_those_of_the_counted_tokens(context: ParallelContext
     real = [t for span in plain.documents(PACK) for t in span]
     per_token = state.trunk_module.arch.experts_per_token
     for name, counts in _counts(state).items():
-        counted = [plain.valid_sites(PACK, d + 1) for d in range(DEPTH)] if name.startswith("mtp") else [real]
+        counted = [real]
+        if name.startswith("mtp"):
+            counted = [plain.valid_sites(PACK, d + 1) for d in range(DEPTH)]
+            if part is not None:
+                rows = {site: row for row, site in enumerate(part.sites_Q.tolist())}
+                counted = [[rows[site] for site in found] for found in counted]
         assert len(maps[name]) == len(counted)
-        expected = sum(routing[sites].sum(0) for routing, sites in zip(maps[name], counted, strict=True))
+        expected = sum(routing[rows].sum(0) for routing, rows in zip(maps[name], counted, strict=True))
         assert torch.equal(counts.long(), expected.long()), name
-        assert int(counts.sum()) == per_token * sum(len(sites) for sites in counted)
+        assert int(counts.sum()) == per_token * sum(len(rows) for rows in counted)
 
 
 def test_what_stands_in_padding_changes_nothing(context: ParallelContext):

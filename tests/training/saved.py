@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bailing_mtp.config import MtpConfig
 from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.contracts.sites import DraftSites, HeadRows
 from bailing_mtp.model import specs
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
@@ -58,6 +59,10 @@ def on_fake_gpu(
         patch.setitem(specs.KDA_KERNELS, "fla", "tests.training.fla_saves")
         patch.setitem(specs.ELEMENTWISE_KERNELS, "triton", "bailing_mtp.kernels.reference.train")
         patch.setattr(specs, "HEAD_KERNELS", "bailing_mtp.kernels.reference.head")
+        # Sites are told apart by values, which nothing here has: every one counts.
+        patch.setattr(DraftSites, "of", lambda *_: None)
+        patch.setattr(HeadRows, "of", lambda batch, n, _: HeadRows.every(sum(lengths), n, batch.input_ids_T.device))
+        patch.setattr(Tensor, "pin_memory", lambda x: x)
         with FakeTensorMode(allow_non_fake_inputs=True):
             with torch.device("cuda"):
                 built = build_model(arch, settings, nowhere, with_mtp=True)

@@ -1,7 +1,8 @@
 """Causal attention inside the documents of a pack, in torch.
 
-Shape legend: T tokens of a pack, h heads of this rank, d channels of a query or key head, v channels of a
-value head, n documents of one length, l tokens of such a document, b query rows of a block, c rows of a chain.
+Shape legend: T tokens of a pack, Q of them that ask, h heads of this rank, d channels of a query or key head, v
+channels of a value head, n documents of one shape, l tokens of such a document, m of them that ask, b query rows of a
+block, c rows of a chain.
 """
 
 from collections import defaultdict
@@ -10,60 +11,75 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
 
 
 def packed_causal_attention(
-    q_Thd: Tensor,
+    q_Qhd: Tensor,
     k_Thd: Tensor,
     v_Thv: Tensor,
     lengths: tuple[int, ...],
     scale: float,
     return_lse: bool = False,
+    query_lengths: tuple[int, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of each token to its own document up to itself: [T, h, v] in q's dtype.
+    """Softmax attention of each token to its own document up to itself: [Q, h, v] in q's dtype.
 
     `lengths` are the document lengths in tokens on the host (they sum to T; zero is allowed), so that nothing
-    waits for the device.  Documents of equal length form one batch.  With `return_lse` also the log-sum-exp
-    of the scaled scores, [T, h] in fp32 (fp64 for fp64 inputs), differentiable like the output; scores are
-    then held whole, l * l per head and document.
+    waits for the device.  The last `query_lengths[n]` tokens of document n ask (None: all of them).  Documents of
+    equal lengths form one batch.  With `return_lse` also the log-sum-exp of the scaled scores, [Q, h] in fp32 (fp64
+    for fp64 inputs), differentiable like the output; scores are then held whole, m * l per head and document.
     """
-    assert sum(lengths) == q_Thd.shape[0], f"lengths sum to {sum(lengths)}, T is {q_Thd.shape[0]}"
+    asking = _asking(q_Qhd, k_Thd, lengths, query_lengths)
     attend = _attend_with_lse if return_lse else _attend
-    q_parts, k_parts, v_parts = (x.split(lengths) for x in (q_Thd, k_Thd, v_Thv))
+    q_parts, k_parts, v_parts = q_Qhd.split(asking), k_Thd.split(lengths), v_Thv.split(lengths)
     outputs = {}
-    for documents in _by_length(lengths):
-        q_nhld, k_nhld, v_nhlv = (
+    for documents in _by_length(lengths, asking):
+        q_nhmd, k_nhld, v_nhlv = (
             torch.stack([parts[n] for n in documents]).transpose(1, 2)
             for parts in (q_parts, k_parts, v_parts)
         )
-        results = [x.transpose(1, 2).unbind() for x in attend(q_nhld, k_nhld, v_nhlv, scale)]
+        results = [x.transpose(1, 2).unbind() for x in attend(q_nhmd, k_nhld, v_nhlv, scale)]
         outputs.update(zip(documents, zip(*results, strict=True), strict=True))
     if not outputs:
-        lse_Th = (q_Thd * k_Thd).sum(-1)  # empty, and still a function of all inputs
-        o_Thv = lse_Th.unsqueeze(-1) * v_Thv
-        return (o_Thv, lse_Th.to(_wide(q_Thd))) if return_lse else o_Thv
+        # Empty, and still a function of all inputs.
+        lse_Qh = q_Qhd.sum(-1) + 0.0 * k_Thd.sum()
+        o_Qhv = lse_Qh.unsqueeze(-1) * v_Thv.sum(0)
+        return (o_Qhv, lse_Qh.to(_wide(q_Qhd))) if return_lse else o_Qhv
     joined = [torch.cat(pieces) for pieces in zip(*(outputs[n] for n in sorted(outputs)), strict=True)]
     return (joined[0], joined[1]) if return_lse else joined[0]
 
 
 def chained_causal_attention(
-    q_Thd: Tensor,
+    q_Qhd: Tensor,
     k_Thd: Tensor,
     v_Thv: Tensor,
     chain: tuple[tuple[Tensor, Tensor], ...],
     lengths: tuple[int, ...],
     scale: float,
+    query_lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Attention of a draft chain's newest row: [T, h, v] in q's dtype.
+    """Attention of a draft chain's newest row: [Q, h, v] in q's dtype.
 
     Row t attends to `k`, `v` of its document up to t, as `packed_causal_attention`, and besides to row t alone of
-    every (k_Thd, v_Thv) in `chain`: the rows that its own chain has written so far, its own among them. Joined by
+    every (k_Qhd, v_Qhv) in `chain`: the rows that its own chain has written so far, its own among them. Joined by
     log-sum-exp, differentiable throughout (training-time test of EAGLE-3, arXiv 2503.01840).
     """
     if not chain:
-        return packed_causal_attention(q_Thd, k_Thd, v_Thv, lengths, scale)
-    assert sum(lengths) == q_Thd.shape[0], f"lengths sum to {sum(lengths)}, T is {q_Thd.shape[0]}"
-    return _Chained.apply(lengths, scale, q_Thd, k_Thd, v_Thv, *(x for row in chain for x in row))
+        return packed_causal_attention(q_Qhd, k_Thd, v_Thv, lengths, scale, query_lengths=query_lengths)
+    both = lengths, _asking(q_Qhd, k_Thd, lengths, query_lengths)
+    return _Chained.apply(both, scale, q_Qhd, k_Thd, v_Thv, *(x for row in chain for x in row))
+
+
+def _asking(
+    q_Qhd: Tensor, k_Thd: Tensor, lengths: tuple[int, ...], query_lengths: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Query rows of each document."""
+    asking = lengths if query_lengths is None else query_lengths
+    assert sum(lengths) == k_Thd.shape[0], f"lengths sum to {sum(lengths)}, T is {k_Thd.shape[0]}"
+    assert sum(asking) == q_Qhd.shape[0], f"query lengths sum to {sum(asking)}, there are {q_Qhd.shape[0]}"
+    assert all(m <= n for m, n in zip(asking, lengths, strict=True)), "queries are the last tokens of a document"
+    return asking
 
 
 SCORES_PER_BLOCK = 2**26
@@ -79,68 +95,75 @@ class _Chained(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, lengths: tuple[int, ...], scale: float, q_Thd: Tensor, k_Thd: Tensor, v_Thv: Tensor, *chain: Tensor
+        ctx,
+        both: tuple[tuple[int, ...], tuple[int, ...]],
+        scale: float,
+        q_Qhd: Tensor,
+        k_Thd: Tensor,
+        v_Thv: Tensor,
+        *chain: Tensor,
     ) -> Tensor:
-        wide, ctx.lengths, ctx.scale = _wide(q_Thd), lengths, scale
-        q, k, v = (x.to(wide) for x in (q_Thd, k_Thd, v_Thv))
+        wide, ctx.lengths, ctx.scale = _wide(q_Qhd), both, scale
+        lengths, asking = both
+        q, k, v = (x.to(wide) for x in (q_Qhd, k_Thd, v_Thv))
         chain_keys, chain_values = chain[::2], chain[1::2]
-        chain_scores_Thc = torch.stack([(q * key.to(wide)).sum(-1) * scale for key in chain_keys], -1)
-        chain_lse_Th = chain_scores_Thc.logsumexp(-1)
-        o_Thv, lse_Th = torch.empty_like(v), torch.empty_like(chain_lse_Th)
-        for documents in _by_length(lengths):
-            q_nhld, k_nhld, v_nhlv = (_stacked(x, lengths, documents) for x in (q, k, v))
-            chain_lse_nhl = _stacked(chain_lse_Th, lengths, documents)
-            for begin, end in _blocks(q_nhld):
-                scores_nhbl = _scores(q_nhld, k_nhld, begin, end, scale)
-                lse_nhb = torch.logaddexp(scores_nhbl.logsumexp(-1), chain_lse_nhl[..., begin:end])
-                part_nhbv = torch.exp(scores_nhbl - lse_nhb.unsqueeze(-1)) @ v_nhlv[..., :end, :]
-                _put(o_Thv, part_nhbv, lengths, documents, begin)
-                _put(lse_Th, lse_nhb, lengths, documents, begin)
-        for score_Th, value in zip(chain_scores_Thc.unbind(-1), chain_values, strict=True):
-            o_Thv += torch.exp(score_Th - lse_Th).unsqueeze(-1) * value.to(wide)
-        o_Thv = o_Thv.to(q_Thd.dtype)
-        ctx.save_for_backward(q_Thd, k_Thd, v_Thv, o_Thv, lse_Th, *chain)
-        return o_Thv
+        chain_scores_Qhc = torch.stack([(q * key.to(wide)).sum(-1) * scale for key in chain_keys], -1)
+        chain_lse_Qh = chain_scores_Qhc.logsumexp(-1)
+        o_Qhv, lse_Qh = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty_like(chain_lse_Qh)
+        for documents in _by_length(lengths, asking):
+            q_nhmd, chain_lse_nhm = (_stacked(x, asking, documents) for x in (q, chain_lse_Qh))
+            k_nhld, v_nhlv = (_stacked(x, lengths, documents) for x in (k, v))
+            for begin, end in _blocks(q_nhmd, k_nhld):
+                scores_nhbl = _scores(q_nhmd, k_nhld, begin, end, scale)
+                lse_nhb = torch.logaddexp(scores_nhbl.logsumexp(-1), chain_lse_nhm[..., begin:end])
+                part_nhbv = torch.exp(scores_nhbl - lse_nhb.unsqueeze(-1)) @ v_nhlv[..., : scores_nhbl.shape[-1], :]
+                _put(o_Qhv, part_nhbv, asking, documents, begin)
+                _put(lse_Qh, lse_nhb, asking, documents, begin)
+        for score_Qh, value in zip(chain_scores_Qhc.unbind(-1), chain_values, strict=True):
+            o_Qhv += torch.exp(score_Qh - lse_Qh).unsqueeze(-1) * value.to(wide)
+        o_Qhv = o_Qhv.to(q_Qhd.dtype)
+        ctx.save_for_backward(q_Qhd, k_Thd, v_Thv, o_Qhv, lse_Qh, *chain)
+        return o_Qhv
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_Thv: Tensor) -> tuple[Tensor | None, ...]:
-        q_Thd, k_Thd, v_Thv, o_Thv, lse_Th, *chain = ctx.saved_tensors
-        wide, lengths, scale = lse_Th.dtype, ctx.lengths, ctx.scale
-        q, k, v, grad = (x.to(wide) for x in (q_Thd, k_Thd, v_Thv, grad_Thv))
-        shared_Th = (grad * o_Thv.to(wide)).sum(-1)
+    def backward(ctx, grad_Qhv: Tensor) -> tuple[Tensor | None, ...]:
+        q_Qhd, k_Thd, v_Thv, o_Qhv, lse_Qh, *chain = ctx.saved_tensors
+        wide, (lengths, asking), scale = lse_Qh.dtype, ctx.lengths, ctx.scale
+        q, k, v, grad = (x.to(wide) for x in (q_Qhd, k_Thd, v_Thv, grad_Qhv))
+        shared_Qh = (grad * o_Qhv.to(wide)).sum(-1)
         q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for documents in _by_length(lengths):
-            q_n, k_n, v_n, grad_n, lse_n, shared_n = (
-                _stacked(x, lengths, documents) for x in (q, k, v, grad, lse_Th, shared_Th)
-            )
+        for documents in _by_length(lengths, asking):
+            q_n, grad_n, lse_n, shared_n = (_stacked(x, asking, documents) for x in (q, grad, lse_Qh, shared_Qh))
+            k_n, v_n = (_stacked(x, lengths, documents) for x in (k, v))
             k_grad_n, v_grad_n = torch.zeros_like(k_n), torch.zeros_like(v_n)
-            for begin, end in _blocks(q_n):
-                rows, keys = (..., slice(begin, end), slice(None)), (..., slice(0, end), slice(None))
-                weights = torch.exp(_scores(q_n, k_n, begin, end, scale) - lse_n[..., begin:end, None])
+            for begin, end in _blocks(q_n, k_n):
+                scores_nhbl = _scores(q_n, k_n, begin, end, scale)
+                rows, keys = (..., slice(begin, end), slice(None)), (..., slice(0, scores_nhbl.shape[-1]), slice(None))
+                weights = torch.exp(scores_nhbl - lse_n[..., begin:end, None])
                 v_grad_n[keys] += weights.transpose(-1, -2) @ grad_n[rows]
                 weights *= grad_n[rows] @ v_n[keys].transpose(-1, -2) - shared_n[..., begin:end, None]
                 k_grad_n[keys] += weights.transpose(-1, -2) @ q_n[rows] * scale
-                _put(q_grad, weights @ k_n[keys] * scale, lengths, documents, begin)
+                _put(q_grad, weights @ k_n[keys] * scale, asking, documents, begin)
             _put(k_grad, k_grad_n, lengths, documents, 0)
             _put(v_grad, v_grad_n, lengths, documents, 0)
         chain_grads = []
         for key, value in zip(chain[::2], chain[1::2], strict=True):
-            weight_Th1 = torch.exp((q * key.to(wide)).sum(-1) * scale - lse_Th).unsqueeze(-1)
-            toward_Th1 = (grad * value.to(wide)).sum(-1, keepdim=True) - shared_Th.unsqueeze(-1)
-            score_grad_Th1 = weight_Th1 * toward_Th1 * scale
-            q_grad += score_grad_Th1 * key.to(wide)
-            chain_grads += [(score_grad_Th1 * q).to(key.dtype), (weight_Th1 * grad).to(value.dtype)]
-        grads = (q_grad.to(q_Thd.dtype), k_grad.to(k_Thd.dtype), v_grad.to(v_Thv.dtype))
+            weight_Qh1 = torch.exp((q * key.to(wide)).sum(-1) * scale - lse_Qh).unsqueeze(-1)
+            toward_Qh1 = (grad * value.to(wide)).sum(-1, keepdim=True) - shared_Qh.unsqueeze(-1)
+            score_grad_Qh1 = weight_Qh1 * toward_Qh1 * scale
+            q_grad += score_grad_Qh1 * key.to(wide)
+            chain_grads += [(score_grad_Qh1 * q).to(key.dtype), (weight_Qh1 * grad).to(value.dtype)]
+        grads = (q_grad.to(q_Qhd.dtype), k_grad.to(k_Thd.dtype), v_grad.to(v_Thv.dtype))
         return None, None, *grads, *chain_grads
 
 
-def _by_length(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Documents of equal length together; empty ones left out."""
+def _by_length(lengths: tuple[int, ...], asking: tuple[int, ...]) -> list[list[int]]:
+    """Documents of equal lengths together; those in which nothing asks left out."""
     groups = defaultdict(list)
-    for document, length in enumerate(lengths):
-        if length:
-            groups[length].append(document)
+    for document, both in enumerate(zip(lengths, asking, strict=True)):
+        if both[1]:
+            groups[both].append(document)
     return list(groups.values())
 
 
@@ -157,38 +180,38 @@ def _put(whole: Tensor, values: Tensor, lengths: tuple[int, ...], documents: lis
         parts[document][begin : begin + value.shape[0]] = value
 
 
-def _blocks(q_nhld: Tensor) -> list[tuple[int, int]]:
-    n, h, tokens, _ = q_nhld.shape
-    rows = max(16, SCORES_PER_BLOCK // (n * h * tokens))
-    return [(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]
+def _blocks(q_nhmd: Tensor, k_nhld: Tensor) -> list[tuple[int, int]]:
+    n, h, asking, _ = q_nhmd.shape
+    rows = max(16, SCORES_PER_BLOCK // (n * h * k_nhld.shape[2]))
+    return [(begin, min(begin + rows, asking)) for begin in range(0, asking, rows)]
 
 
-def _scores(q_nhld: Tensor, k_nhld: Tensor, begin: int, end: int, scale: float) -> Tensor:
-    """Scaled causal scores of query rows begin..end-1 to all keys before `end`."""
-    index = torch.arange(end, device=q_nhld.device)
-    later = index > index[begin:, None]
-    scores = q_nhld[..., begin:end, :] @ k_nhld[..., :end, :].transpose(-1, -2)
+def _scores(q_nhmd: Tensor, k_nhld: Tensor, begin: int, end: int, scale: float) -> Tensor:
+    """Scaled causal scores of query rows begin..end-1 to all keys up to the last one's."""
+    before = k_nhld.shape[2] - q_nhmd.shape[2]
+    index = torch.arange(before + end, device=q_nhmd.device)
+    later = index > index[before + begin :, None]
+    scores = q_nhmd[..., begin:end, :] @ k_nhld[..., : before + end, :].transpose(-1, -2)
     return scores.mul_(scale).masked_fill_(later, -torch.inf)
 
 
-def _attend(q_nhld: Tensor, k_nhld: Tensor, v_nhlv: Tensor, scale: float) -> tuple[Tensor]:
-    missing = q_nhld.shape[-1] - v_nhlv.shape[-1]
-    if q_nhld.device.type == "cpu" and missing > 0:
+def _attend(q_nhmd: Tensor, k_nhld: Tensor, v_nhlv: Tensor, scale: float) -> tuple[Tensor]:
+    missing, square = q_nhmd.shape[-1] - v_nhlv.shape[-1], q_nhmd.shape[2] == k_nhld.shape[2]
+    mask = None if square else causal_lower_right(q_nhmd.shape[2], k_nhld.shape[2])
+    options = {"attn_mask": mask, "is_causal": square, "scale": scale}
+    if q_nhmd.device.type == "cpu" and missing > 0:
         # The flash kernel of the CPU wants equal head sizes; without it every score would be held in memory.
-        padded = F.scaled_dot_product_attention(
-            q_nhld, k_nhld, F.pad(v_nhlv, (0, missing)), is_causal=True, scale=scale
-        )
+        padded = F.scaled_dot_product_attention(q_nhmd, k_nhld, F.pad(v_nhlv, (0, missing)), **options)
         return (padded[..., :-missing],)
-    return (F.scaled_dot_product_attention(q_nhld, k_nhld, v_nhlv, is_causal=True, scale=scale),)
+    return (F.scaled_dot_product_attention(q_nhmd, k_nhld, v_nhlv, **options),)
 
 
-def _attend_with_lse(q_nhld: Tensor, k_nhld: Tensor, v_nhlv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    wide, tokens = _wide(q_nhld), q_nhld.shape[2]
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q_nhld.device).triu(1)
-    scores_nhll = (q_nhld.to(wide) @ k_nhld.to(wide).transpose(-1, -2) * scale).masked_fill(later, -torch.inf)
-    lse_nhl = scores_nhll.logsumexp(-1)
-    o_nhlv = torch.exp(scores_nhll - lse_nhl.unsqueeze(-1)) @ v_nhlv.to(wide)
-    return o_nhlv.to(q_nhld.dtype), lse_nhl
+def _attend_with_lse(q_nhmd: Tensor, k_nhld: Tensor, v_nhlv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    wide = _wide(q_nhmd)
+    scores_nhml = _scores(q_nhmd.to(wide), k_nhld.to(wide), 0, q_nhmd.shape[2], scale)
+    lse_nhm = scores_nhml.logsumexp(-1)
+    o_nhmv = torch.exp(scores_nhml - lse_nhm.unsqueeze(-1)) @ v_nhlv.to(wide)
+    return o_nhmv.to(q_nhmd.dtype), lse_nhm
 
 
 def _wide(x: Tensor) -> torch.dtype:

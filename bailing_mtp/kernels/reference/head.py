@@ -1,7 +1,7 @@
 """What losses read off a chunk of logits, in plain torch.
 
-Shape legend: t rows of a chunk, v vocabulary rows of this rank. Every function speaks of this rank's rows alone;
-the caller joins the ranks.
+Shape legend: t rows of a chunk, r rows of the trunk's chunk, v vocabulary rows of this rank. Every function speaks
+of this rank's rows alone; the caller joins the ranks.
 """
 
 from typing import NamedTuple
@@ -36,9 +36,14 @@ def row_stats(logits_tv: Tensor, target_t: Tensor, scale: float) -> RowStats:
     return RowStats(max_t, exp_tv.sum(-1), weighted_tv.sum(-1), best_t, torch.where(here_t, found_t, 0.0))
 
 
-def pair_stats(p_tv: Tensor, p_lse_t: Tensor, q_tv: Tensor, q_lse_t: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Of the distributions exp(scale * logits - lse): sum of min(p, q), and sum of p * log q; both [t]."""
-    p_prob_tv = (p_tv * scale - p_lse_t.unsqueeze(-1)).exp()
+def pair_stats(
+    p_rv: Tensor, p_lse_r: Tensor, p_rows_t: Tensor, q_tv: Tensor, q_lse_t: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Of the distributions exp(scale * logits - lse): sum of min(p, q), and sum of p * log q; both [t].
+
+    p_rows_t: the row of p that each row of q meets.
+    """
+    p_prob_tv = (p_rv[p_rows_t] * scale - p_lse_r[p_rows_t].unsqueeze(-1)).exp()
     q_log_tv = q_tv * scale - q_lse_t.unsqueeze(-1)
     cross_tv = torch.where(p_prob_tv == 0, 0.0, p_prob_tv * q_log_tv)
     return torch.minimum(p_prob_tv, q_log_tv.exp()).sum(-1), cross_tv.sum(-1)
@@ -55,8 +60,12 @@ def target_grad(
 
 
 def soft_grad(
-    q_tv: Tensor, q_lse_t: Tensor, p_tv: Tensor, p_lse_t: Tensor, grad_t: Tensor, dtype: torch.dtype
+    q_tv: Tensor, q_lse_t: Tensor, p_rv: Tensor, p_lse_r: Tensor, p_rows_t: Tensor, grad_t: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient for q's logits of grad * (cross-entropy from softmax(p) to softmax(q)); [t, v] in `dtype`."""
-    q_prob_tv, p_prob_tv = (q_tv - q_lse_t.unsqueeze(-1)).exp(), (p_tv - p_lse_t.unsqueeze(-1)).exp()
+    """Gradient for q's logits of grad * (cross-entropy from softmax(p) to softmax(q)); [t, v] in `dtype`.
+
+    p_rows_t as in pair_stats.
+    """
+    q_prob_tv = (q_tv - q_lse_t.unsqueeze(-1)).exp()
+    p_prob_tv = (p_rv[p_rows_t] - p_lse_r[p_rows_t].unsqueeze(-1)).exp()
     return ((q_prob_tv - p_prob_tv) * grad_t.unsqueeze(-1)).to(dtype)

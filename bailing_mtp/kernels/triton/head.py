@@ -68,15 +68,16 @@ def row_stats(logits_tv: Tensor, target_t: Tensor, scale: float) -> RowStats:
 
 
 @triton.jit
-def _pair_stats(mass_out, cross_out, p, p_lse, q, q_lse, v, p_stride, q_stride, scale, TILE: tl.constexpr):
+def _pair_stats(mass_out, cross_out, p, p_lse, p_rows, q, q_lse, v, p_stride, q_stride, scale, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    p_row = tl.load(p_rows + row)
     lanes = tl.arange(0, TILE)
-    p_shift, q_shift = tl.load(p_lse + row), tl.load(q_lse + row)
+    p_shift, q_shift = tl.load(p_lse + p_row), tl.load(q_lse + row)
     mass_l = tl.zeros([TILE], tl.float32)
     cross_l = tl.zeros([TILE], tl.float32)
     for start in range(0, v, TILE):
         ids = start + lanes
-        p_prob = tl.exp(tl.load(p + row * p_stride + ids, mask=ids < v, other=float("-inf")) * scale - p_shift)
+        p_prob = tl.exp(tl.load(p + p_row * p_stride + ids, mask=ids < v, other=float("-inf")) * scale - p_shift)
         q_log = tl.load(q + row * q_stride + ids, mask=ids < v, other=float("-inf")) * scale - q_shift
         mass_l += tl.minimum(p_prob, tl.exp(q_log))
         cross_l += tl.where(p_prob == 0.0, 0.0, p_prob * q_log)
@@ -84,16 +85,18 @@ def _pair_stats(mass_out, cross_out, p, p_lse, q, q_lse, v, p_stride, q_stride, 
     tl.store(cross_out + row, tl.sum(cross_l, axis=0))
 
 
-def pair_stats(p_tv: Tensor, p_lse_t: Tensor, q_tv: Tensor, q_lse_t: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def pair_stats(
+    p_rv: Tensor, p_lse_r: Tensor, p_rows_t: Tensor, q_tv: Tensor, q_lse_t: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """As kernels.reference.head.pair_stats."""
-    assert p_tv.shape == q_tv.shape and p_tv.stride(1) == 1 and q_tv.stride(1) == 1
-    t, v = p_tv.shape
-    mass_t, cross_t = (torch.empty(t, dtype=torch.float32, device=p_tv.device) for _ in range(2))
+    assert p_rv.shape[1] == q_tv.shape[1] and p_rv.stride(1) == 1 and q_tv.stride(1) == 1
+    t, v = q_tv.shape
+    mass_t, cross_t = (torch.empty(t, dtype=torch.float32, device=q_tv.device) for _ in range(2))
     if t:
         tile = min(TILE, triton.next_power_of_2(v))
-        shifts = p_lse_t.contiguous(), q_lse_t.contiguous()
+        places = p_lse_r.contiguous(), p_rows_t.contiguous()
         _pair_stats[(t,)](
-            mass_t, cross_t, p_tv, shifts[0], q_tv, shifts[1], v, p_tv.stride(0), q_tv.stride(0), scale,
+            mass_t, cross_t, p_rv, *places, q_tv, q_lse_t.contiguous(), v, p_rv.stride(0), q_tv.stride(0), scale,
             TILE=tile, num_warps=8,
         )  # fmt: skip
     return mass_t, cross_t
@@ -125,24 +128,26 @@ def target_grad(
 
 
 @triton.jit
-def _soft_grad(out, q, q_lse, p, p_lse, grad, v, q_stride, p_stride, TILE: tl.constexpr):
+def _soft_grad(out, q, q_lse, p, p_lse, p_rows, grad, v, q_stride, p_stride, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    p_row = tl.load(p_rows + row)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     q_prob = tl.exp(tl.load(q + row * q_stride + ids, mask=ids < v, other=float("-inf")) - tl.load(q_lse + row))
-    p_prob = tl.exp(tl.load(p + row * p_stride + ids, mask=ids < v, other=float("-inf")) - tl.load(p_lse + row))
+    p_x = tl.load(p + p_row * p_stride + ids, mask=ids < v, other=float("-inf"))
+    p_prob = tl.exp(p_x - tl.load(p_lse + p_row))
     grad_v = (q_prob - p_prob) * tl.load(grad + row)
     tl.store(out + row * v + ids, grad_v.to(out.dtype.element_ty), mask=ids < v)
 
 
 def soft_grad(
-    q_tv: Tensor, q_lse_t: Tensor, p_tv: Tensor, p_lse_t: Tensor, grad_t: Tensor, dtype: torch.dtype
+    q_tv: Tensor, q_lse_t: Tensor, p_rv: Tensor, p_lse_r: Tensor, p_rows_t: Tensor, grad_t: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """As kernels.reference.head.soft_grad."""
     t, v = q_tv.shape
     out_tv = torch.empty(t, v, dtype=dtype, device=q_tv.device)
     if t:
         _soft_grad[(t, triton.cdiv(v, GRAD_TILE))](
-            out_tv, q_tv, q_lse_t.contiguous(), p_tv, p_lse_t.contiguous(), grad_t.contiguous(), v, q_tv.stride(0),
-            p_tv.stride(0), TILE=GRAD_TILE, num_warps=4,
+            out_tv, q_tv, q_lse_t.contiguous(), p_rv, p_lse_r.contiguous(), p_rows_t.contiguous(),
+            grad_t.contiguous(), v, q_tv.stride(0), p_rv.stride(0), TILE=GRAD_TILE, num_warps=4,
         )  # fmt: skip
     return out_tv
