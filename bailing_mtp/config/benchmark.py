@@ -30,7 +30,8 @@ class BenchmarkConfig(RunConfig):
     context_tokens: PositiveInt = 256
     """what=kernels: cached positions of each sequence."""
     tokens: Sizes = (8192, 4096, 16384)
-    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
+    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute, the
+    others without any and with the joint one."""
     layers: PositiveInt | None = None
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
     reserve_gb: PositiveFloat = 48.0
