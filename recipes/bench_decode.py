@@ -5,13 +5,16 @@ n rows of a step, k drafts, S = k + 1.
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.kernels.triton import decode
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.compute import ExpertLayout
 from bailing_mtp.rollout.lockstep import bucket
 from bailing_mtp.weights.view import WeightsView
 
@@ -40,7 +43,7 @@ def measure_decode(
             plain: dict[float, DecodeFigure] = {}
             for k in config.drafts:
                 if (n, k) not in checked:
-                    checked[n, k] = _differing(arch, draw, n, k)
+                    checked[n, k] = _on_any_rank(_differing(_of_one_rank(arch, context), draw, n, k), context)
                 failure = checked[n, k]
                 if failure is not None:
                     found: Iterator[DecodeFigure | DecodeFailure] = iter([failure])
@@ -51,6 +54,27 @@ def measure_decode(
                     results.append(result)
         del view
     return results
+
+
+def _of_one_rank(arch: Architecture, context: ParallelContext) -> Architecture:
+    """Sizes that a rank's kernels meet; experts are checked whole."""
+    tp, shared = context.tp, arch.shared_intermediate_size
+    return replace(
+        arch,
+        num_heads=arch.num_heads // tp,
+        vocab_size=arch.vocab_size // tp,
+        intermediate_size=arch.intermediate_size // tp,
+        shared_intermediate_size=None if shared is None else shared // tp,
+    )
+
+
+def _on_any_rank(failure: DecodeFailure | None, context: ParallelContext) -> DecodeFailure | None:
+    """The first rank's failure, on every rank: all of them measure a shape, or none does. Collective."""
+    everyone: list[DecodeFailure | None] = [failure]
+    if context.world_size > 1:
+        everyone = [None] * context.world_size
+        dist.all_gather_object(everyone, failure)
+    return next((found for found in everyone if found is not None), None)
 
 
 def _differing(arch: Architecture, draw: Draw, n: int, k: int) -> DecodeFailure | None:
@@ -76,10 +100,12 @@ def _one_size(
     plain: dict[float, DecodeFigure],
 ) -> Iterator[DecodeFigure]:
     """Every temperature and acceptance of one number of rows and drafts; `plain` keeps those without drafts."""
-    rollouts = TimedRollouts(view, context, n, k, prompt_tokens, config.new_tokens)
+    rollouts = TimedRollouts(
+        view, context, n, k, prompt_tokens, config.new_tokens, tp_sum=config.tp_sum
+    )
     touched = touched_experts(view, context, rollouts.short_prompts(1.0, config.new_tokens), k, decode)
     reach_tokens = prompt_tokens + config.new_tokens // 2
-    n_bytes = StepBytes(view).step(n, k, reach_tokens, touched)
+    n_bytes = StepBytes(view, ExpertLayout.of(context).slices).step(n, k, reach_tokens, touched)
     floor_ms = floor_us(n_bytes, config.copy_tb_per_s) / 1e3
     for temperature in config.temperatures:
         for acceptance in config.acceptance if k and temperature > 0 else ("own",):

@@ -6,6 +6,7 @@ Shape legend: n rows of a step, k drafts, v vocabulary rows.
 import torch
 
 from bailing_mtp.rollout.accept import Drafts
+from bailing_mtp.rollout.distribution import first_id
 from bailing_mtp.rollout.draft import MtpDrafter
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.program import Program
@@ -33,9 +34,13 @@ class ForcedDrafter(MtpDrafter):
     def draft(self, program: Program, memory: RolloutMemory, rows: StepRows, k: int) -> Drafts:
         drafts = super().draft(program, memory, rows, k)
         reject = self._shift < 0
-        at_nk1 = drafts.tokens_nk.unsqueeze(-1)
-        kept_nk1 = drafts.logits_nkv.gather(-1, at_nk1)
+        # Of a vocabulary that several ranks share, one of them holds the draft.
+        v = drafts.logits_nkv.shape[-1]
+        row_nk1 = drafts.tokens_nk.unsqueeze(-1) - first_id(v, rows.group)
+        here_nk1 = (row_nk1 >= 0) & (row_nk1 < v)
+        row_nk1 = row_nk1.clamp(0, v - 1)
+        kept_nk1 = drafts.logits_nkv.gather(-1, row_nk1)
         # Far above the other logits, so that nothing of their probability is left.
-        drafts.logits_nkv.scatter_(-1, at_nk1, torch.where(reject, 1e4, kept_nk1))
+        drafts.logits_nkv.scatter_(-1, row_nk1, torch.where(reject & here_nk1, 1e4, kept_nk1))
         lse_nk = torch.where(reject, 1e4 / rows.settings.temperature.clamp(min=1e-6).unsqueeze(-1), drafts.lse_nk)
         return drafts._replace(lse_nk=lse_nk + self._shift.clamp(min=0))

@@ -6,6 +6,7 @@ n rows of a step, k drafts.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -59,6 +60,7 @@ class TimedRollouts:
         prompt_tokens: int,
         new_tokens: int,
         adaptive: bool = False,
+        tp_sum: Literal["library", "one_shot"] = "library",
     ) -> None:
         self._laps = Laps()
         self._drafter = ForcedDrafter(context.device)
@@ -70,6 +72,7 @@ class TimedRollouts:
             cuda_graphs=True,
             keep_memory=True,
             adaptive=adaptive,
+            tp_sum=tp_sum,
         )
         self._sizes = (n * context.dp, prompt_tokens, new_tokens)
         self._vocab_size = view.arch.vocab_size

@@ -23,7 +23,8 @@ STEPS = 3
 
 
 class Touched(NamedTuple):
-    """Distinct experts of each expert layer's pass in one step: the draft's passes, the trunk, the refresh."""
+    """Distinct experts of this rank in each expert layer's pass of one step: the draft's passes, the trunk, the
+    refresh."""
 
     drafts: tuple[int, ...]
     trunk: tuple[int, ...]
@@ -43,7 +44,9 @@ def touched_experts(
     kernels: ModuleType,
     kernels_name: Literal["torch", "triton"] = "triton",
 ) -> Touched:
-    """Runs a few steps of these prompts eagerly, and counts in the last."""
+    """Runs a few steps of these prompts, those of all replicas, eagerly, and counts in the last. Collective."""
+    prompts, n_local = prompts[context.dp_rank :: context.dp], view.arch.num_experts or 0
+    n_local //= context.ep
     seen: list[Tensor] = []
 
     def counted(*arguments: Tensor | int | float) -> tuple[Tensor, Tensor]:
@@ -68,7 +71,8 @@ def touched_experts(
     session.drain()
     engine.release()
     torch.cuda.empty_cache()
-    counts = [int(ids.unique().numel()) for ids in seen]
+    first = context.ep_rank * n_local
+    counts = [int(ids[(ids >= first) & (ids < first + n_local)].unique().numel()) for ids in seen]
     n_refresh = int(k > 0 and isinstance(view.mtp and view.mtp.layer.mlp, MoeWeights))
     n_drafts = (k - 1) * n_refresh if k else 0
     end = len(counts) - n_refresh
@@ -78,8 +82,9 @@ def touched_experts(
 class StepBytes:
     """Floors of one model's decode step on one rank."""
 
-    def __init__(self, view: WeightsView) -> None:
-        self._view, self._arch = view, view.arch
+    def __init__(self, view: WeightsView, expert_slices: int = 1) -> None:
+        """expert_slices: ranks that share the width of an expert."""
+        self._view, self._arch, self._expert_slices = view, view.arch, expert_slices
         self._item_bytes = view.head_vH.element_size()
 
     def step(self, n: int, k: int, context_tokens: int, touched: Touched) -> int:
@@ -95,7 +100,8 @@ class StepBytes:
 
     def _experts(self, counts: Sequence[int]) -> int:
         arch = self._arch
-        return sum(counts) * 3 * arch.hidden_size * arch.moe_intermediate_size * self._item_bytes
+        width = arch.moe_intermediate_size // self._expert_slices
+        return sum(counts) * 3 * arch.hidden_size * width * self._item_bytes
 
     def _row(self, k: int, context_tokens: int) -> int:
         """State read and written, and the cached latents that each pass attends to."""

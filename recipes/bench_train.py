@@ -1,5 +1,6 @@
-"""Training steps on one GPU with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
+"""Training steps with random weights: tokens/s, model FLOP/s, peak memory, with and without the MTP loss."""
 
+import gc
 import statistics
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ import torch
 from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.batch import TokenBatch
-from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
+from bailing_mtp.model.build import build_model
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.flops import peak_flops_per_s, training_flops
 from bailing_mtp.training.objective import PretrainObjective
@@ -16,31 +17,8 @@ from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import accumulate_gradients, train_step
 
 from .bench_train_arms import Arm, Figure, pack
-from .session import Source, model_settings
-
-BYTES_PER_PARAMETER = {"adamw": 2 + 4 + 4 + 8, "adamw8bit": 2 + 4 + 2 + 2 * 4 / 256}
-"""bf16 weight and fp32 gradient; then an fp32 master weight and two fp32 moments, or two 8-bit moments whose blocks of
-256 have an fp32 scale each."""
-
-
-def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, memory: int) -> Architecture:
-    """The same model with as many whole layer groups as leave `reserve_gb` beside weights and optimizer."""
-
-    def with_layers(n: int) -> Architecture:
-        return Architecture.from_hf(dict(arch.hf_config) | {"num_hidden_layers": n}, "model.architecture")
-
-    if config.layers is not None:
-        return with_layers(config.layers)
-    settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
-    each_bytes = BYTES_PER_PARAMETER[config.optim.name]
-    for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
-        if each_bytes * count_parameters(*build_on_meta(with_layers(n), settings, context).modules) <= room:
-            return with_layers(n)
-    return with_layers(arch.layer_group_size)
-
-
-def random_source(arch: Architecture) -> Source:
-    return Source(arch=arch, directory=None, holds_mtp=False, router_dtype=None)
+from .bench_train_size import random_source
+from .session import model_settings
 
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:
@@ -55,6 +33,27 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
             else:
                 parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
     return build_state(built, context, config.optim, steps=1000)
+
+
+class States:
+    """One model at a time, kept for as long as arms can share it."""
+
+    def __init__(self, config: BenchmarkConfig, arch: Architecture, context: ParallelContext) -> None:
+        self._make = lambda arm: make_state(config, arch, context, arm)
+        self._kept: TrainState | None = None
+        self._built_for: tuple[bool, str] | None = None
+
+    def get(self, arm: Arm) -> TrainState:
+        wanted = (arm.mtp.loss_scale is None, arm.recompute)
+        if self._kept is None or wanted != self._built_for:
+            self.forget()  # freed before the next one is made
+            self._kept, self._built_for = self._make(arm), wanted
+        return self._kept
+
+    def forget(self) -> None:
+        self._kept = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def passes(state: TrainState, batch: TokenBatch, objective: PretrainObjective) -> None:
@@ -89,9 +88,11 @@ def measure_arm(config: BenchmarkConfig, state: TrainState, arch: Architecture, 
     passes_s = timed(config, lambda: passes(state, batch, objective))
     activation_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
     depth = 0 if arm.mtp.loss_scale is None else arm.mtp.depth
-    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / step_s
+    context = state.context
+    tokens_per_second = context.dp * arm.tokens / step_s
+    flops_per_s = training_flops(arch, depth, arm.mtp.detach).of([batch]) / context.tp / step_s
     peak = peak_flops_per_s(torch.cuda.get_device_name())
     return Figure(
-        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, arm.tokens / step_s, flops_per_s / 1e12,
+        arm.name, arm.recompute, arm.tokens, step_s * 1e3, passes_s * 1e3, tokens_per_second, flops_per_s / 1e12,
         None if peak is None else flops_per_s / peak, peak_gib, activation_gib, losses[-1],
     )  # fmt: skip

@@ -35,8 +35,9 @@ class Figure:
     step_ms: float
     forward_backward_ms: float
     tokens_per_second: float
-    """Of whole steps, the optimizer included."""
+    """Of whole steps, the optimizer included, over all ranks."""
     model_tflops_per_s: float
+    """Of one GPU."""
     mfu: float | None
     peak_gib: float
     activation_gib: float

@@ -96,12 +96,13 @@ def head_seconds(state: TrainState, batch: TokenBatch, timed: Callable[[Callable
     weight_vH, kernels = state.trunk_module.head_weight, state.trunk_module.head_kernels
     batch = batch.to(weight_vH.device)
     hidden_TH = torch.randn(batch.layout.n_tokens, weight_vH.shape[1], device=weight_vH.device, dtype=weight_vH.dtype)
+    group = state.context.tp_group if state.context.tp > 1 else None
     leaf_vH = weight_vH.detach().requires_grad_()
     options = HeadOptions(fused_chunk_tokens(weight_vH.shape[0]), kernels=kernels)
 
     def run() -> None:
         leaf_vH.grad = None
-        outputs = head_outputs(hidden_TH.requires_grad_(), (), leaf_vH, batch, None, options)
+        outputs = head_outputs(hidden_TH.requires_grad_(), (), leaf_vH, batch, group, options)
         outputs.log_prob_T.mean().backward()
 
     return timed(run)

@@ -3,8 +3,9 @@
 The kernels come last: once it has recorded them, the profiler can make later launches slower.
 """
 
-import gc
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,77 +15,62 @@ import torch
 from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.model.build import count_parameters
-from bailing_mtp.parallel.context import ParallelContext, build_context
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.training.step import train_step
 
 from .bench_figures import write_json
-from .bench_train import cut_to_memory, make_state, measure_arm, passes, timed
+from .bench_train import States, measure_arm, passes, timed
 from .bench_train_arms import HEADING, Arm, Figure, arms, compared, line, pack, without_mtp
 from .bench_train_parts import head_seconds, kernel_table, part_seconds
-from .kernel_settings import prepare_kernels
-from .session import leave_ranks
+from .bench_train_size import cut_to_memory
+from .session import join_ranks, leave_ranks
+
+Show = Callable[[str], None]
 
 
-def run_train(config: BenchmarkConfig, about: dict[str, Any], target: Path) -> None:
-    """Measure, print each figure as it comes, and keep `target` complete after each."""
-    context = build_context(1, 1, config.seed, "cuda")
-    prepare_kernels(config, context)
+def run_train(config: BenchmarkConfig, about: Callable[[torch.device], dict[str, Any]], target: Path) -> None:
+    """Measure, print each figure as it comes, and keep `target` complete after each. about: what is said of a GPU."""
     whole = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
+    context = join_ranks(config, whole)
     memory_bytes = torch.cuda.get_device_properties(context.device).total_memory
     arch = cut_to_memory(config, whole, context, memory_bytes)
     model = config.model
-    about |= {
-        "layers": arch.num_layers, "layers_of_the_model": whole.num_layers, "kda": model.kda, "experts": model.experts,
+    stated = about(context.device) | {
+        "tp": context.tp, "ep": context.ep, "dp": context.dp, "layers": arch.num_layers,
+        "layers_of_the_model": whole.num_layers, "kda": model.kda, "experts": model.experts,
         "attention": model.attention, "kernels": model.kernels, "optimizer": config.optim.name,
     }  # fmt: skip
-    print(f"  optimizer: {config.optim.name}")
-    print(f"  layers: {arch.num_layers} of {whole.num_layers} (what weights and optimizer states leave room for)")
-    print(f"  kernels: kda={model.kda} experts={model.experts} attention={model.attention} kernels={model.kernels}")
+
+    def show(line: str) -> None:
+        if context.is_writer:
+            print(line, flush=True)
+
+    show("\n".join(f"  {name}: {value}" for name, value in stated.items()))
     detail: dict[str, Any] = {}
     figures: dict[Arm, Figure | None] = {}
 
     def write() -> None:
         rows = [asdict(x) if x is not None else _out_of_memory(arm) for arm, x in figures.items()]
-        write_json(target, {**about, **detail, "figures": rows})
+        if context.is_writer:
+            write_json(target, {**stated, **detail, "figures": rows})
 
-    states = _States(config, arch, context)
-    for arm in arms(config.tokens):
+    states = States(config, arch, context)
+    for arm in itertools.islice(arms(config.tokens), config.lines):
         state = states.get(arm)
         if not detail:
-            detail = {"parts_ms": parts_of_a_step(config, state, arch, arm)}
-            print(HEADING, flush=True)
-        figures[arm] = measured(config, state, arch, arm, figures.get(without_mtp(arm)))
+            detail = {"parts_ms": parts_of_a_step(config, state, arch, arm, show)}
+            show(HEADING)
+        figures[arm] = measured(config, state, arch, arm, figures.get(without_mtp(arm)), show)
         if figures[arm] is None:
             states.forget()
         del state
         write()
-    detail["kernels"] = kernels_of_a_step(states.get(next(arms(config.tokens))), arch, next(arms(config.tokens)))
+    first = next(arms(config.tokens))
+    detail["kernels"] = kernels_of_a_step(states.get(first), arch, first, show)
     write()
-    print(f"benchmark: {len(figures)} arms, written to {target}")
+    show(f"benchmark: {len(figures)} arms, written to {target}")
     leave_ranks()
-
-
-class _States:
-    """One model at a time, kept for as long as arms can share it."""
-
-    def __init__(self, config: BenchmarkConfig, arch: Architecture, context: ParallelContext) -> None:
-        self._make = lambda arm: make_state(config, arch, context, arm)
-        self._kept: TrainState | None = None
-        self._built_for: tuple[bool, str] | None = None
-
-    def get(self, arm: Arm) -> TrainState:
-        wanted = (arm.mtp.loss_scale is None, arm.recompute)
-        if self._kept is None or wanted != self._built_for:
-            self.forget()  # freed before the next one is made
-            self._kept, self._built_for = self._make(arm), wanted
-        return self._kept
-
-    def forget(self) -> None:
-        self._kept = None
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _out_of_memory(arm: Arm) -> dict[str, Any]:
@@ -92,27 +78,32 @@ def _out_of_memory(arm: Arm) -> dict[str, Any]:
 
 
 def measured(
-    config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, plain: Figure | None
+    config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, plain: Figure | None, show: Show
 ) -> Figure | None:
-    """A figure, compared with that of the arm without an MTP loss; None where the arm does not fit into memory."""
+    """A figure, compared with that of the arm without an MTP loss; None where the arm does not fit into memory. Of
+    several ranks the others would wait for one that does not: it ends them all."""
     try:
         figure = measure_arm(config, state, arch, arm)
     except torch.cuda.OutOfMemoryError:
-        print(f"{arm.name:<18} {arm.recompute:<10} {arm.tokens:>6} out of memory", flush=True)
+        if state.context.world_size > 1:
+            raise
+        show(f"{arm.name:<18} {arm.recompute:<10} {arm.tokens:>6} out of memory")
         return None
     if arm.mtp.loss_scale is not None and plain is not None:
         figure = compared(figure, plain)
-    print(line(figure), flush=True)
+    show(line(figure))
     return figure
 
 
-def parts_of_a_step(config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm) -> dict[str, float]:
+def parts_of_a_step(
+    config: BenchmarkConfig, state: TrainState, arch: Architecture, arm: Arm, show: Show
+) -> dict[str, float]:
     """Milliseconds of the parts of a step of this arm, printed."""
     batch, objective = pack(arch, arm.tokens, arm.trained_share), PretrainObjective(arm.mtp)
     started_s = time.monotonic()
     train_step(state, [batch], objective)
     torch.cuda.synchronize()
-    print(f"  first step, with compilation: {time.monotonic() - started_s:.1f} s", flush=True)
+    show(f"  first step, with compilation: {time.monotonic() - started_s:.1f} s")
 
     def both_passes() -> None:
         passes(state, batch, objective)
@@ -123,20 +114,20 @@ def parts_of_a_step(config: BenchmarkConfig, state: TrainState, arch: Architectu
     parts["heads"] = head_seconds(state, batch, lambda run: timed(config, run))
     parts["rest of the passes"] = passes_s - sum(parts.values())
     parts["optimizer"] = step_s - passes_s
-    print(f"parts of a step of {arm.tokens} tokens, ms ({count_parameters(*_modules(state)):,} parameters):")
+    show(f"parts of a step of {arm.tokens} tokens, ms ({count_parameters(*_modules(state)):,} parameters):")
     for part, seconds in parts.items():
-        print(f"  {part:<20} {seconds * 1e3:>8.1f}  {seconds / step_s:>6.1%}", flush=True)
+        show(f"  {part:<20} {seconds * 1e3:>8.1f}  {seconds / step_s:>6.1%}")
     return {part: seconds * 1e3 for part, seconds in parts.items()}
 
 
-def kernels_of_a_step(state: TrainState, arch: Architecture, arm: Arm) -> list[dict[str, Any]]:
+def kernels_of_a_step(state: TrainState, arch: Architecture, arm: Arm, show: Show) -> list[dict[str, Any]]:
     """The kernels of a step of this arm that take the most time, printed."""
     batch, objective = pack(arch, arm.tokens, arm.trained_share), PretrainObjective(arm.mtp)
     train_step(state, [batch], objective)
     kernels = kernel_table(lambda: train_step(state, [batch], objective))
-    print("kernels of a step, ms:")
+    show("kernels of a step, ms:")
     for row in kernels:
-        print(f"  {row['ms']:>8.2f} {row['calls']:>6}  {row['kernel'][:100]}", flush=True)
+        show(f"  {row['ms']:>8.2f} {row['calls']:>6}  {row['kernel'][:100]}")
     return kernels
 
 

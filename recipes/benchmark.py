@@ -4,6 +4,7 @@ Prints a table and writes <run_dir>/benchmark.json. A shape is timed only where 
 where one does not, the rest is measured and the exit code is 1.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ FILE = "benchmark.json"
 
 
 def main(config: BenchmarkConfig) -> None:
-    if config.what not in ("decode", "adaptive") and Ranks.from_environment().world_size > 1:
+    if config.what == "kernels" and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
     {"kernels": kernels, "decode": decode, "adaptive": adaptive, "train": train}[config.what](config)
 
@@ -55,13 +56,9 @@ def kernels(config: BenchmarkConfig) -> None:
 
 
 def train(config: BenchmarkConfig) -> None:
-    import torch
-
     from .bench_train_run import run_train
 
-    stated = about(config, torch.device("cuda", torch.cuda.current_device()))
-    print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
-    run_train(config, stated, Path(config.run_dir) / FILE)
+    run_train(config, partial(about, config), Path(config.run_dir) / FILE)
 
 
 def decode(config: BenchmarkConfig) -> None:

@@ -61,6 +61,7 @@ def main(config: GenerateConfig) -> None:
             f"({summary['tokens_per_second']:,.0f} tokens/s), accept length "
             f"{summary['accept_length'] or 1.0:.3f}, written to {config.output}"
         )
+    engine.release()
     leave_ranks()
 
 

@@ -35,7 +35,7 @@ def main(config: GrpoConfig) -> None:
     )
     objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, opened, backlog)
-    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context) as stop:
+    with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context, engine.release) as stop:
         held_out = HeldOut(config, opened.valid, engine, judge)
         progress.start(held_out)
         while state.step < config.train.steps:
@@ -53,6 +53,7 @@ def main(config: GrpoConfig) -> None:
                 results = [train_step(state, batches, objective) for batches in minibatches]
             progress.log(rollouts, minibatches, results, held_out, stop)
     progress.close()
+    engine.release()
     leave_ranks()
 
 

@@ -22,8 +22,8 @@ MAY_CHANGE = (
     "train.eval_depth", "train.eval_samples", "train.recompute", "model.name", "model.kda", "model.experts",
     "model.attention", "model.kernels", "model.backend", "data.path", "data.valid_path",
     "optim.offload", "optim.fused", "rollout.max_running", "rollout.prefill_tokens", "rollout.block_tokens",
-    "rollout.memory_gb", "rollout.keep_memory", "rollout.cuda_graphs", "rollout.kernels", "rl.reward_workers",
-    "rl.samples_kept",
+    "rollout.memory_gb", "rollout.keep_memory", "rollout.cuda_graphs", "rollout.kernels", "rollout.tp_sum",
+    "rl.reward_workers", "rl.samples_kept",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ at once; other signals may come again, since schedulers and launchers repeat the
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -24,8 +25,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopSignal:
     """Listens while the steps run: `with StopSignal(context) as stop`. In the main thread."""
 
-    def __init__(self, context: ParallelContext) -> None:
-        self._context = context
+    def __init__(self, context: ParallelContext, release: Callable[[], None] = lambda: None) -> None:
+        """release: gives back what must not outlive the process groups, such as captured collectives."""
+        self._context, self._release = context, release
         self._received = self._agreed = 0
         self._previous: dict[int, Any] = {}
         self._leaves = False
@@ -59,6 +61,7 @@ class StopSignal:
             print(f"stopped by {name} after step {step}/{steps}; the same run_dir goes on from there", flush=True)
         # The first exit can get the others killed, and the writing rank may still have files to end.
         self._context.barrier()
+        self._release()
         if dist.is_initialized():
             dist.destroy_process_group()
         raise SystemExit(EXIT_STOPPED)

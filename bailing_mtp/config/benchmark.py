@@ -33,13 +33,15 @@ class BenchmarkConfig(RunConfig):
     """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute, the
     others without any and with the joint one."""
     layers: PositiveInt | None = None
-    """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb."""
+    """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb on every rank."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
     optim: OptimConfig = OptimConfig()
     """what=train: the optimizer of the timed steps."""
     steps: PositiveInt = 4
     """what=train: timed steps; their median is printed."""
+    lines: PositiveInt | None = None
+    """what=train: first lines of the table to measure; null = all of them."""
     replays: PositiveInt = 12
     """what=kernels: timed replays of each CUDA graph; their median is printed."""
     copy_tb_per_s: PositiveFloat = 4.3
@@ -52,6 +54,8 @@ class BenchmarkConfig(RunConfig):
     """what=decode: tokens of every prompt."""
     new_tokens: PositiveInt = 256
     """what=decode, adaptive: tokens of every response."""
+    tp_sum: Literal["library", "one_shot"] = "library"
+    """what=decode: as rollout.tp_sum."""
     routing: Routings = ("uniform", "skewed")
     """what=decode: whether all experts are chosen equally often, or some much more often."""
     acceptance: Acceptances = ("all", "none")
@@ -65,7 +69,7 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1 and what not in ("decode", "adaptive"):
+            if size > 1 and what == "kernels":
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
         if what != "train" and self.optim.name != "adamw":
             problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")

@@ -44,6 +44,9 @@ class RolloutConfig(Section):
     kernels: Literal["torch", "triton"] = "torch"
     """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
     Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
+    tp_sum: Literal["library", "one_shot"] = "library"
+    """Sums over tensor-parallel ranks in decode steps: by NCCL, or in one launch in which each rank reads the others'
+    parts (torch's symmetric memory; the ranks' GPUs must reach one another's memory, as over NVLink)."""
     draft_vocabulary: Text | None = None
     """JSON file with the token ids that drafts are drawn from; null = all."""
 

@@ -79,6 +79,7 @@ OPTIONS = (
         needs_gpu=True,
     ),
     Option(path="rollout.cuda_graphs", value=True, instead="false", needs_gpu=True),
+    Option(path="rollout.tp_sum", value="one_shot", instead="library", needs_gpu=True),
     Option(path="what", value="kernels", needs_gpu=True),
     Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="adaptive", needs_gpu=True),

@@ -130,7 +130,8 @@ def build_context(
 
 
 def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """A group of the same ranks for small reductions of host values; None for a single rank. Collective.
+    """A group of the same ranks for small reductions of host values; None for a single rank. Collective over all
+    ranks, whose groups are equally large.
 
     On a GPU it is one of its own, so that the host waits for no device.
     """
@@ -138,8 +139,11 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
         return None
     if device.type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_process_group_ranks(group))
+    # Made by all ranks in one order: its name is then never one that an ended group has left in the store.
+    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in dict.fromkeys(map(tuple, everyone))}
+    return made[tuple(everyone[dist.get_rank()])]
 
 
 def destroy_context() -> None:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bailing_mtp.parallel.collectives import gathered
+
 Group = dist.ProcessGroup | None
 ChunkFn = Callable[..., tuple[Tensor, ...]]
 
@@ -63,33 +65,25 @@ def argmax(logits_tv: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
     Where it is not (the row holds NaN or +inf, or nothing but -inf) the id is 0: always a row that exists.
     """
-    v = logits_tv.shape[-1]
-    local_id_t = logits_tv.argmax(-1)
-    local_max_t = logits_tv.gather(-1, local_id_t.unsqueeze(-1)).squeeze(-1)
-    id_t, finite_t = best(local_id_t + _first_row(v, group), local_max_t, group)
+    id_t, finite_t = best(*gathered(local_best(logits_tv, group), group))
     return torch.where(finite_t, id_t, 0), finite_t
 
 
-@torch.no_grad()
-def best(id_t: Tensor, value_t: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Of every rank's candidate, the id with the largest value, ties to the lower id; and whether that is finite."""
-    # Not every backend orders NaN in a maximum, so that it travels as +inf, which is as bad.
-    value_t = value_t.masked_fill(value_t.isnan(), torch.inf)
-    max_t = _all_reduce(value_t.clone(), dist.ReduceOp.MAX, group)
-    nowhere = torch.iinfo(torch.int64).max
-    id_t = _all_reduce(torch.where(value_t == max_t, id_t, nowhere), dist.ReduceOp.MIN, group)
-    return id_t, max_t.isfinite()
+def local_best(logits_tv: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Id of this rank's largest logit, int64 [t], and the logit."""
+    column_t = logits_tv.argmax(-1)
+    return column_t + _first_row(logits_tv.shape[-1], group), logits_tv.gather(-1, column_t.unsqueeze(-1)).squeeze(-1)
+
+
+def best(id_gt: Tensor, value_gt: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the candidates of g ranks, each from its own rows, the id with the largest value, ties to the lower id: [t];
+    and whether that value is finite."""
+    # NaN travels as +inf, which is as bad.
+    max_t, rank_t = value_gt.masked_fill(value_gt.isnan(), torch.inf).max(0)
+    return id_gt.gather(0, rank_t.unsqueeze(0)).squeeze(0), max_t.isfinite()
 
 
 @torch.no_grad()
-def join_log_sum_exps(lse: Tensor, group: Group) -> Tensor:
-    """Log-sum-exps over the vocabulary from those over each rank's rows; not finite where one of them is not."""
-    if group is None or group.size() == 1:
-        return lse
-    max_lse = _all_reduce(lse.clone(), dist.ReduceOp.MAX, group).clamp(min=torch.finfo(lse.dtype).min)
-    return max_lse + _sum((lse - max_lse).exp(), group).log()
-
-
 def gumbel_argmax(logits_tv: Tensor, gumbel_tv: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """A sample of softmax(logits) (Gumbel-max trick) from this rank's slice of the noise; as `argmax`."""
     return argmax(logits_tv + gumbel_tv, group)

@@ -19,6 +19,7 @@ from torch import Tensor
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
 from bailing_mtp.parallel import vocab
+from bailing_mtp.parallel.collectives import all_gather, sum_scatter
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.routes import RouteRecord
 from bailing_mtp.weights.view import DenseWeights, LayerWeights, MoeWeights
@@ -76,6 +77,8 @@ class Compute:
     kernels: ModuleType
     experts: ExpertLayout
     run_experts: Callable[..., Tensor]
+    tp_sum: Callable[[Tensor], Tensor] | None = None
+    """Sum of the tensor-parallel ranks' tensors in place of the group's own."""
 
     def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix, record: RouteRecord | None = None) -> Tensor:
         """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
@@ -99,7 +102,9 @@ class Compute:
         return vocab.head_logits(hidden_RH, head_vH, out_Rv)
 
     def sum_over_tp(self, x: Tensor) -> Tensor:
-        """Sum of the ranks' parts, in place."""
+        """Sum of the ranks' parts; `x` may hold it too."""
+        if self.tp_sum is not None:
+            return self.tp_sum(x)
         return self._sum(x, self.context.tp, self.context.tp_group)
 
     def _dense(self, weights: DenseWeights, x_RH: Tensor) -> Tensor:
@@ -145,6 +150,8 @@ class Compute:
         own_RH = y_GH.unflatten(0, (layout.replicas, -1))[layout.replica]
         if shared is not None:
             own_RH += self._dense(shared, x_RH)
+        if self.context.tp == 1:
+            return residual_RH + sum_scatter(y_GH, self.context.ep_group)
         self._sum(y_GH, self.context.ep, self.context.ep_group)
         return residual_RH + own_RH
 
@@ -152,10 +159,7 @@ class Compute:
         """Rows of all replicas of the expert-parallel group, one copy of each tensor-parallel group's."""
         if self.experts.replicas == 1:
             return x_RH
-        ep, tp, n_rows = self.context.ep, self.context.tp, x_RH.shape[0]
-        everyone = x_RH.new_empty(ep * n_rows, x_RH.shape[1])
-        dist.all_gather_into_tensor(everyone, x_RH.contiguous(), group=self.context.ep_group)
-        return everyone.unflatten(0, (ep, n_rows))[::tp].flatten(0, 1)
+        return all_gather(x_RH, self.context.ep_group)[:: self.context.tp].flatten(0, 1)
 
     @staticmethod
     def _sum(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.parallel import vocab
+from bailing_mtp.parallel.collectives import all_gather
 
 Group = dist.ProcessGroup | None
 
@@ -169,9 +170,7 @@ def _truncate(logits_rv: Tensor, settings: RowSettings, group: Group) -> None:
 def _gather_vocabulary(logits_rv: Tensor, group: Group) -> Tensor:
     if not is_split(group):
         return logits_rv
-    shards = [torch.empty_like(logits_rv) for _ in range(group.size())]
-    dist.all_gather(shards, logits_rv.contiguous(), group=group)
-    return torch.cat(shards, dim=-1)
+    return torch.cat(all_gather(logits_rv, group).unbind(0), dim=-1)
 
 
 def _ids(logits_rv: Tensor, group: Group) -> Tensor:

@@ -20,6 +20,7 @@ from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, Sa
 from bailing_mtp.errors import UserError
 from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
+from bailing_mtp.parallel.collectives import OneShotSum
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
@@ -75,6 +76,7 @@ class RolloutEngine:
         self._controller = Controller(config.speculative_tokens) if config.adaptive else None
         self._reduced: ReducedHead | None = None
         self._memory: RolloutMemory | None = None
+        self._tp_sum: OneShotSum | None = None
         self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate` or `advance`, over all replicas."""
@@ -203,7 +205,7 @@ class RolloutEngine:
             config.speculative_tokens,
         )
         prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
-        program = Program(view, memory, context, self._kernels, prefills, self._records_routes)
+        program = Program(view, memory, context, self._kernels, prefills, self._records_routes, self._tp_sum)
         steps = self._bound_steps(program, limits)
         fixed_reach = self._kernels is not torch_kernels
         runner = Runner(program, memory, steps, context.tp_group, fixed_reach)
@@ -218,7 +220,8 @@ class RolloutEngine:
             self.release()
 
     def release(self) -> None:
-        """Give all memory back to the device, graphs included."""
+        """Give all memory back to the device, graphs included. Called before the process groups end: ending one waits
+        for the graphs that hold its collectives."""
         if self._steps is not None and self._steps.graphs is not None:
             self._steps.graphs.release()
         self._steps = None
@@ -226,7 +229,7 @@ class RolloutEngine:
             self._reduced.release()
         if self._memory is not None:
             self._memory.release()
-            self._memory = None
+            self._memory = self._tp_sum = None
 
     def _limits(self, prompts: Sequence[Prompt]) -> Limits:
         """What these prompts need; the same on every rank."""
@@ -273,6 +276,9 @@ class RolloutEngine:
             self.release()
         if self._memory is None:
             self._memory = RolloutMemory(plan, context.device)
+            if config.tp_sum == "one_shot" and context.tp > 1:
+                room = bucket(limits.max_running) * plan.records * plan.hidden_size
+                self._tp_sum = OneShotSum(context.tp_group, room, plan.dtype, context.device)
         return self._memory
 
     def _reduced_head(self, view: WeightsView) -> ReducedHead | None:

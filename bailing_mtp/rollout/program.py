@@ -53,7 +53,8 @@ class Program:
 
     kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: what prefills call
     instead, with the names of kernels.reference.prefill. Nothing of `memory` is kept but itself.
-    records_routes: whether `new_record` gives a record of the trunk's chosen experts to hand to a pass.
+    records_routes: whether `new_record` gives a record of the trunk's chosen experts to hand to a pass. tp_sum: as
+    Compute.tp_sum.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Program:
         kernels: ModuleType = decode,
         prefill_kernels: ModuleType = prefill_twins,
         records_routes: bool = False,
+        tp_sum: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.view, self.memory, self.context, self.kernels = view, memory, context, kernels
-        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts)
+        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts, tp_sum)
         self.prefill_compute = replace(self.compute, run_experts=prefill_kernels.experts)
         self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
         self.latent = LatentAttention(view.arch, kernels, prefill_kernels)

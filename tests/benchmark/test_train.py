@@ -11,7 +11,7 @@ from bailing_mtp.config import ConfigError
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.optimizer_state import rank_states
-from recipes import bench_train, bench_train_arms, bench_train_parts, bench_train_run
+from recipes import bench_train, bench_train_arms, bench_train_parts, bench_train_run, bench_train_size
 from tests.benchmark.sizes import config_of, smallest
 from tests.distributed.worlds import layout
 
@@ -50,7 +50,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch):
             "get_device_name": lambda *_: "H200",
         }.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(bench_train_run, "build_context", lambda *_: context)
+        monkeypatch.setattr(bench_train_run, "join_ranks", lambda *_: context)
         monkeypatch.setattr(bench_train_run, "leave_ranks", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: dataclasses.make_dataclass(
             "Properties", [("total_memory", int)])(2**40))  # fmt: skip
@@ -66,7 +66,7 @@ def test_every_arm_is_measured_and_written(on_cpu, tmp_path: Path, capsys: pytes
     config = _config("model.experts=grouped")
     arch = smallest()
     monkeypatch.setattr(Architecture, "from_hf", staticmethod(lambda *_, **__: arch))
-    bench_train_run.run_train(config, {"device": "none"}, tmp_path / "benchmark.json")
+    bench_train_run.run_train(config, lambda device: {"device": "none"}, tmp_path / "benchmark.json")
     content = json.loads((tmp_path / "benchmark.json").read_text())
     wanted = [(x.name, x.recompute, x.tokens) for x in bench_train_arms.arms((64, 32))]
     assert [(x["mtp"], x["recompute"], x["tokens"]) for x in content["figures"]] == wanted
@@ -124,7 +124,7 @@ def test_layers_follow_the_memory(on_cpu):
     arch = Architecture.from_hf(_config().model.architecture | {"num_hidden_layers": 12}, "test")
 
     def layers(config, memory_bytes: int) -> int:
-        return bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
+        return bench_train_size.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers
 
     assert layers(_config("reserve_gb=1"), 2**40) == 12
     assert layers(_config("reserve_gb=1"), 2**30) == 4
@@ -135,8 +135,8 @@ def test_8_bit_states_leave_room_for_the_whole_model(on_cpu):
     config = config_of("what=train", "optim=adamw8bit")
     arch = Architecture.from_hf(config.model.architecture, "test", strict=True)
     memory_bytes = int(139.8 * 2**30)
-    assert bench_train.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers == arch.num_layers == 24
-    assert bench_train.cut_to_memory(config_of("what=train"), arch, on_cpu, memory_bytes).num_layers == 12
+    assert bench_train_size.cut_to_memory(config, arch, on_cpu, memory_bytes).num_layers == arch.num_layers == 24
+    assert bench_train_size.cut_to_memory(config_of("what=train"), arch, on_cpu, memory_bytes).num_layers == 12
 
 
 def test_the_timed_optimizer_is_the_one_that_is_asked_for(on_cpu):

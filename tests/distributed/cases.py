@@ -18,10 +18,12 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
 from tests.distributed import cases_checkpoint, cases_rl, worlds
+from tests.distributed.cases_benchmark import forced_drafts, touched_shares
 from tests.distributed.cases_engine import (
     engine,
     engine_adaptive,
     engine_disagreement,
+    engine_one_shot,
     engine_oversampled,
     engine_reduced,
     engine_refusal,
@@ -161,6 +163,9 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(engine_oversampled, (1, 1), (1, 2), (2, 1)),
         **_layouts(engine_adaptive, (2, 1), (1, 2)),
         **_layouts(engine_reduced, (2, 1), (2, 2)),
+        **_layouts(forced_drafts, (2, 2), (1, 2)),
+        "touched_shares": touched_shares,
+        **_layouts(engine_one_shot, (2, 2)),
         "engine_disagreement": engine_disagreement,
         "engine_refusal": engine_refusal,
         **_layouts(chain_gradients, (2, 1), (1, 1), (1, 2)),

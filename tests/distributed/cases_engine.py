@@ -119,6 +119,36 @@ def engine_reduced(reference: worlds.Reference, scratch: Path, tp: int, ep: int)
         assert found[0] == found[1]
 
 
+class CountedSum:
+    """In the place of OneShotSum, where no GPU is: the group's own sum of tensors that there is room for."""
+
+    latest: CountedSum
+
+    def __init__(self, group: dist.ProcessGroup, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.group, self.elements, self.summed = group, elements, 0
+        CountedSum.latest = self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.summed += x.numel() <= self.elements
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+def engine_one_shot(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Sums that leave their input alone may stand in for the group's: the same tokens."""
+    found = []
+    with worlds.layout(tp, ep) as context, mock.patch("bailing_mtp.rollout.engine.OneShotSum", CountedSum):
+        model = worlds.fixture_model("moe", context)
+        for tp_sum in ("library", "one_shot"):
+            engine = make_engine(model, context, DRAFTS, tp_sum=tp_sum, keep_memory=True)
+            found.append(responses(engine.generate(_prompts(3))))
+        assert found[0] == found[1] and CountedSum.latest.elements == 4 * (DRAFTS + 1) * model.trunk.arch.hidden_size
+        assert CountedSum.latest.summed > 100
+        engine.release()
+        assert engine._tp_sum is None
+
+
 def engine_disagreement(reference: worlds.Reference, scratch: Path) -> None:
     """A rank with other logits and another seed follows the first: one set of tokens, and no hang."""
     logits = Program.logits

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bailing_mtp.parallel import vocab
+from bailing_mtp.parallel import collectives, vocab
 from tests.distributed.cases_fused_head import check_fused_head
 
 TOKENS, ROWS_PER_RANK, HIDDEN, CHUNK_TOKENS = 11, 9, 6, 4
@@ -113,11 +113,14 @@ def _check_collectives(group: dist.ProcessGroup, world: int) -> None:
     strange_tv = torch.full_like(logits_tv, torch.nan)
     counts = []
     for x_tv, target_t in ((logits_tv, _targets(world)), (strange_tv, torch.full((TOKENS,), -100))):
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
+            mock.patch.object(collectives, "_all_gather", wraps=collectives._all_gather) as all_gather,
+        ):
             vocab.log_prob(x_tv, target_t, group)
             vocab.entropy(x_tv, group)
             vocab.soft_cross_entropy(x_tv, x_tv, group)
             vocab.sum_min(x_tv, x_tv, group)
             vocab.argmax(x_tv, group)
-        counts.append(all_reduce.call_count)
-    assert counts == [11, 11], f"collectives: {counts}"
+        counts.append((all_reduce.call_count, all_gather.call_count))
+    assert counts == [(9, 1)] * 2, f"collectives: {counts}"

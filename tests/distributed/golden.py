@@ -29,6 +29,7 @@ def check_golden(kind: str, context: ParallelContext) -> None:
     for module in built.modules:
         module.eval()
     scores = score_batch(built, batch, context, with_logits=True, chunk_tokens=100)
+    scores = Scores(*(None if values is None else values.cpu() for values in scores))
     _compare(scores.logits_TV, expected["logits_fp32"])
     # The last site of a document saw the next document's first token in the reference: left out.
     inside = batch.has_token_ahead(1)

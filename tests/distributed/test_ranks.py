@@ -29,25 +29,31 @@ def reference_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def launches(reference_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """World size -> output of its one launch."""
-    outputs = {}
-    for world_size in CASES:
-        scratch = tmp_path_factory.mktemp(f"world{world_size}")
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
-            "-m", "tests.distributed.suite", str(reference_file), str(scratch),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        log = scratch / "launch.log"
-        with log.open("w") as file:
-            run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-            try:
-                run.wait(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                run.terminate()
-                run.wait()
-                file.write(f"ended after {LIMIT_S} s\n")
-        outputs[world_size] = log.read_text(errors="replace")
-    return outputs
+    return {
+        world_size: launch_suite(
+            world_size, reference_file, tmp_path_factory.mktemp(f"world{world_size}"), LIMIT_S, CUDA_VISIBLE_DEVICES=""
+        )
+        for world_size in CASES
+    }
+
+
+def launch_suite(world_size: int, reference_file: Path, scratch: Path, limit_s: float, **environment: str) -> str:
+    """What all cases of a world size print."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
+        "-m", "tests.distributed.suite", str(reference_file), str(scratch),
+    ]  # fmt: skip
+    log = scratch / "launch.log"
+    with log.open("w") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            run.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            run.terminate()
+            run.wait()
+            file.write(f"ended after {limit_s} s\n")
+    return log.read_text(errors="replace")
 
 
 @pytest.mark.timeout(3 * LIMIT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from bailing_mtp.weights.load import load_hf, read_architecture
 from bailing_mtp.weights.local_tensors import local_tensors, piece_view
 from bailing_mtp.weights.names import ParamMaps, Shard, mtp_map, trunk_map
 
+TIMEOUT_S = 60.0
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "bailing_v3"
 FP32 = ModelSettings(torch.float32, torch.float32, expert_bias_rate=1e-3)
 # eps well above the rounding differences of tiny gradients, which Adam would otherwise turn into whole steps.
@@ -36,8 +38,10 @@ SMALL_BUCKETS = DdpOptions(overlap_grad_reduce=True, bucket_elements=50_000)
 
 @contextlib.contextmanager
 def layout(tp: int, ep: int) -> Iterator[ParallelContext]:
-    """Process groups of one layout, forgotten afterwards."""
-    context = build_context(tp, ep, seed=0, device_type="cpu", timeout_s=60.0)
+    """Process groups of one layout, forgotten afterwards; on this rank's GPU where there is one."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    context = build_context(tp, ep, seed=0, device_type=device_type, local_rank=local_rank, timeout_s=TIMEOUT_S)
     try:
         yield context
     finally:
@@ -88,7 +92,7 @@ def whole_tensors(built: BuiltModel, pick: str) -> dict[str, Tensor]:
     for module, maps in maps_of(built, Shard()):
         for name, local in _picked(module, maps, pick).items():
             for piece in maps[name].pieces:
-                whole[piece.hf_name] = piece_view(local, piece).reshape(piece.hf_shape).clone()
+                whole[piece.hf_name] = piece_view(local, piece).reshape(piece.hf_shape).cpu().clone()
     return whole
 
 
@@ -102,7 +106,7 @@ def largest_difference(
             for piece in maps[name].pieces:
                 dim, start, stop = piece.held
                 expected = whole[piece.hf_name].narrow(dim, start, stop - start)
-                found = piece_view(local, piece).reshape(expected.shape)
+                found = piece_view(local, piece).reshape(expected.shape).cpu()
                 worst = max(worst, (float((found - expected).abs().max()), piece.hf_name))
     return worst
 

@@ -20,6 +20,7 @@ from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
 from bailing_mtp.kernels.reference import decode as twins
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.parallel.collectives import all_gather
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.accept import Drafts
 from bailing_mtp.rollout.engine import RolloutEngine
@@ -27,8 +28,8 @@ from bailing_mtp.rollout.memory import MemoryPlan, RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, prefill_kernels
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.rows import StepRows
-from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.view import publish
+from tests.distributed.worlds import shard_of
 from tests.model.test_presets import preset
 
 CUT = {"num_hidden_layers": 4, "vocab_size": 4096, "num_experts": 32}
@@ -73,7 +74,8 @@ class Rig:
     def make(built: BuiltModel, context: ParallelContext, kernels: str, slots: int, context_tokens: int) -> Rig:
         """Room for two drafts; NaN where nothing promises a value."""
         dtype = next(built.trunk.parameters()).dtype
-        plan = MemoryPlan.build(built.trunk.arch, Shard(), 2, slots, 0, context_tokens, 64, dtype)
+        shard = shard_of(context)
+        plan = MemoryPlan.build(built.trunk.arch, shard, 2, slots, 0, context_tokens, 64, dtype)
         memory = RolloutMemory(plan, context.device)
         blocks = torch.randperm(plan.n_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         for slot in range(slots):
@@ -85,7 +87,7 @@ class Rig:
             from bailing_mtp.kernels.triton import decode
 
             sets = (decode, prefill_kernels("triton", dtype))
-        view = publish(built.trunk, built.mtp, Shard(), WeightsClock())
+        view = publish(built.trunk, built.mtp, shard, WeightsClock())
         return Rig(built, Program(view, memory, context, *sets), memory)
 
     @torch.no_grad()
@@ -107,11 +109,29 @@ class Rig:
     @torch.no_grad()
     def step(self, fed_nS: Tensor, slots_n: Tensor) -> Tensor:
         """Logits [n, S, V] in fp32; nothing is committed."""
-        return self.program.logits(self.program.verify(fed_nS.to(self.memory.device), slots_n))
+        return self.logits(self.program.verify(fed_nS.to(self.memory.device), slots_n))
 
     @torch.no_grad()
     def logits(self, hidden_XH: Tensor) -> Tensor:
-        return self.program.logits(hidden_XH)
+        context, logits_Xv = self.program.context, self.program.logits(hidden_XH)
+        return logits_Xv if context.tp == 1 else torch.cat(all_gather(logits_Xv, context.tp_group).unbind(0), -1)
+
+    def decode(self, documents: Sequence[Tensor], S: int) -> Tensor:
+        """Logits [T, V] of whole documents, on the host: all but the first token of each in steps of S; they end at
+        their own times."""
+        device = self.memory.device
+        found = [[self.logits(states)] for states in self.prefill([ids[:1] for ids in documents])]
+        done = [1] * len(documents)
+        while live := [i for i, ids in enumerate(documents) if done[i] < len(ids)]:
+            slots_n = torch.tensor(live, device=device)
+            fed = [documents[i][done[i] : done[i] + S] for i in live]
+            padded_nS = torch.stack([torch.nn.functional.pad(ids, (0, S - len(ids))) for ids in fed])
+            logits_nSV = self.step(padded_nS, slots_n)
+            self.commit(slots_n, torch.tensor([len(ids) for ids in fed], device=device))
+            for row, (i, ids) in enumerate(zip(live, fed, strict=True)):
+                found[i].append(logits_nSV[row, : len(ids)])
+                done[i] += len(ids)
+        return torch.cat([torch.cat(parts) for parts in found]).cpu()
 
     @torch.no_grad()
     def trained_depths(self, hidden: Sequence[Tensor], sequences: Sequence[Tensor], depths: int) -> list[Tensor]:
@@ -173,7 +193,7 @@ def make_engine(
     clock = clock or WeightsClock()
     settings = {"max_running": 32, "keep_memory": True, "kernels": "triton", "cuda_graphs": True} | config
     return RolloutEngine(
-        lambda: publish(built.trunk, built.mtp, Shard(), clock),
+        lambda: publish(built.trunk, built.mtp, shard_of(context), clock),
         context,
         RolloutConfig(speculative_tokens=k, **settings),
         tokenizer,

@@ -114,22 +114,10 @@ def test_a_verify_is_three_single_steps_in_fp32(context, wide):
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_golden_fixtures_by_decoding(context, kind, S):
-    """fp32, all but the first token of each document in steps of S; documents end at their own times."""
     batch, expected = golden_batch(kind)
     documents = batch.input_ids_T.split(batch.layout.lengths)
     rig = Rig.make(fixture_model(kind, context), context, "triton", len(documents), 256)
-    found = [[rig.logits(states)] for states in rig.prefill([ids[:1] for ids in documents])]
-    done = [1] * len(documents)
-    while live := [i for i, ids in enumerate(documents) if done[i] < len(ids)]:
-        slots_n = torch.tensor(live, device=context.device)
-        fed = [documents[i][done[i] : done[i] + S] for i in live]
-        padded_nS = torch.stack([torch.nn.functional.pad(ids, (0, S - len(ids))) for ids in fed])
-        logits_nSV = rig.step(padded_nS, slots_n)
-        rig.commit(slots_n, torch.tensor([len(ids) for ids in fed], device=context.device))
-        for row, (i, ids) in enumerate(zip(live, fed, strict=True)):
-            found[i].append(logits_nSV[row, : len(ids)])
-            done[i] += len(ids)
-    logits_TV = torch.cat([torch.cat(parts) for parts in found]).cpu()
+    logits_TV = rig.decode(documents, S)
     difference = float((logits_TV - expected["logits_fp32"]).abs().max())
     print(f"\ngolden {kind}, decoded {S} at a time: largest difference of logits {difference:.1e}")
     assert difference <= 2e-3

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torchao.optim import AdamW8bit
 
 from bailing_mtp.config import OptimConfig
 from bailing_mtp.model.build import build_model
@@ -84,6 +83,8 @@ def set_grads(mains: list[Tensor], step: int) -> None:
 
 @pytest.mark.parametrize("piece_elements", [512, 4096, 2**25])
 def test_numbers_are_those_of_torchao_whatever_the_pieces(piece_elements: int):
+    from torchao.optim import AdamW8bit
+
     sizes = [3 * 4096 + 512, 4096, 100, 4000]
     ours, whole = mains_of(sizes, torch.float32), mains_of(sizes, torch.float32)
     adam = packed(ours, piece_elements)
