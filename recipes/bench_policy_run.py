@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.samples import RolloutGroup
@@ -25,43 +27,49 @@ from .update import Update, update
 SECONDS = ("rollout", "switch", "reward", "train")
 
 
-def run_policy(config: BenchmarkConfig, about: dict[str, Any], target: Path) -> None:
-    """Measure, print a line for every phase as it ends, and keep `target` complete after each update."""
+def run_policy(config: BenchmarkConfig, about: Callable[[torch.device], dict[str, Any]], target: Path) -> None:
+    """Measure, print a line for every phase as it ends, and keep `target` complete after each update. about: what is
+    said of a GPU."""
     started_s = time.monotonic()
     arch = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
     context = join_ranks(config, arch)
+    stated = about(context.device) | {"tp": context.tp, "ep": context.ep, "dp": context.dp}
+
+    def tell(line: str) -> None:
+        if context.is_writer:
+            print(f"  {line}", flush=True)
+
+    for name, value in stated.items():
+        tell(f"{name}: {value}")
     most = policy_config(config, max(config.drafts))
     policy = random_policy(most, arch, context)
     n_parameters = count_parameters(*policy.built.modules)
-    tell(f"model: {n_parameters:,} random parameters, {time.monotonic() - started_s:.1f} s from the start")
+    tell(f"model: {n_parameters:,} random parameters on this rank, {time.monotonic() - started_s:.1f} s from the start")
     prompts, weights = random_prompts(most, arch, config.prompt_tokens[0]), WeightsSample(policy)
     figures: list[dict[str, Any]] = []
     with Judge(most.rl, context, as_text) as judge:
         for drafts in config.drafts:
             arm = policy_config(config, drafts)
             engine = RolloutEngine(policy.publish, context, arm.rollout, tell=tell)
-            backlog, watcher = Backlog(prompts, arm.rl), Watcher(drafts)
+            backlog, watcher = Backlog(prompts, arm.rl), Watcher(drafts, tell)
             for number in range(1, config.steps + 1):
                 done = update(arm, policy, engine, backlog, judge, watcher)
                 figures.append(figure_of(done, policy, drafts, number, weights))
                 tell(training_line(figures[-1]))
-                write_json(target, {**about, "parameters": n_parameters, "figures": figures})
+                if context.is_writer:
+                    write_json(target, {**stated, "parameters": n_parameters, "figures": figures})
             engine.release()
     for line in summary(figures):
-        print(line)
-    print(f"benchmark: {len(figures)} updates in {time.monotonic() - started_s:.0f} s, written to {target}", flush=True)
+        tell(line)
+    tell(f"{len(figures)} updates in {time.monotonic() - started_s:.0f} s, written to {target}")
     leave_ranks()
-
-
-def tell(line: str) -> None:
-    print(f"  {line}", flush=True)
 
 
 class Watcher:
     """Prints what a rollout did before training on it begins."""
 
-    def __init__(self, drafts: int) -> None:
-        self._drafts = drafts
+    def __init__(self, drafts: int, tell: Callable[[str], None]) -> None:
+        self._drafts, self._tell = drafts, tell
 
     def rolling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -74,7 +82,7 @@ class Watcher:
 
     def compare(self, rollouts: Rollouts, groups: Sequence[RolloutGroup]) -> None:
         found = rollouts.metrics()
-        tell(
+        self._tell(
             f"k={self._drafts}: rollout {found['time/rollout_s']:.1f} s ({found['rollout/tokens_per_second']:,.0f} "
             f"tokens/s, accept length {found['rollout/accept_length']:.3f}, memory {found['memory/rollout_gb']:.1f} "
             f"GiB), switch {found['time/switch_s']:.1f} s, rewards {found['time/reward_s']:.1f} s"

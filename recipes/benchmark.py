@@ -21,7 +21,7 @@ FILE = "benchmark.json"
 
 
 def main(config: BenchmarkConfig) -> None:
-    if config.what in ("kernels", "grpo") and Ranks.from_environment().world_size > 1:
+    if config.what == "kernels" and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
     verbs = {"kernels": kernels, "decode": decode, "adaptive": adaptive, "train": train, "grpo": grpo}
     verbs[config.what](config)
@@ -63,13 +63,10 @@ def train(config: BenchmarkConfig) -> None:
 
 
 def grpo(config: BenchmarkConfig) -> None:
-    import torch
-
     from .bench_policy_run import run_policy
 
     shape = {"rows": config.rollout.max_running, "prompts": config.prompts, "samples": config.samples}
-    stated = about(config, torch.device("cuda", torch.cuda.current_device()), new_tokens=config.new_tokens, **shape)
-    print("\n".join(f"  {name}: {value}" for name, value in stated.items()), flush=True)
+    stated = partial(about, config, new_tokens=config.new_tokens, **shape)
     run_policy(config, stated, Path(config.run_dir) / FILE)
 
 

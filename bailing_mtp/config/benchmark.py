@@ -32,7 +32,8 @@ class BenchmarkConfig(RunConfig):
     context_tokens: PositiveInt = 256
     """what=kernels: cached positions of each sequence."""
     tokens: Sizes = (8192, 4096, 16384)
-    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
+    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute, the
+    others without any and with the joint one."""
     layers: PositiveInt | None = None
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb on every rank."""
     reserve_gb: PositiveFloat = 48.0
@@ -82,7 +83,7 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"checkpoint.load: is not read by what={what}, whose weights are random; leave it null")
         for name in ("tp", "ep"):
             size = getattr(self.parallel, name)
-            if size > 1 and what in ("kernels", "grpo"):
+            if size > 1 and what == "kernels":
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
         if what not in ("train", "grpo") and self.optim.name != "adamw":
             problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")

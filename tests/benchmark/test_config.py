@@ -32,7 +32,6 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
         (["what=kernels", "copy_tb_per_s=0"], "copy_tb_per_s: 0 is not allowed"),
         (["what=kernels", "context_tokens=2"], "context_tokens: 2 must be at least 3, the most of fed_tokens"),
         (["what=kernels", "parallel.tp=2"], "parallel.tp: 2 is not allowed; what=kernels runs on one GPU"),
-        (["what=grpo", "parallel.ep=2"], "parallel.ep: 2 is not allowed; what=grpo runs on one GPU"),
         (["what=kernels", "checkpoint.load=hf"], "checkpoint.load: is not read by what=kernels"),
         (["what=decode", "optim=adamw8bit"], "optim.name: 'adamw8bit' is not used by what=decode; allowed here: adamw"),
         (["what=train", "optim.offload=cpu"], "optim.offload: 'cpu' is not measured by what=train; allowed here: none"),

@@ -23,7 +23,7 @@ SMALL = (
 def test_both_arms_go_through_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
     monkeypatch.setattr(bench_policy_run, "leave_ranks", destroy_context)
     target = tmp_path / "benchmark.json"
-    bench_policy_run.run_policy(config_of(*SMALL), {"device": "none"}, target)
+    bench_policy_run.run_policy(config_of(*SMALL), lambda device: {"device": "none"}, target)
     figures = json.loads(target.read_text())["figures"]
     assert [(x["drafts"], x["update"]) for x in figures] == [(0, 1), (2, 1)]
     for x in figures:
