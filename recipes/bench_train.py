@@ -18,6 +18,7 @@ from bailing_mtp.training.step import accumulate_gradients, train_step
 
 from .bench_train_arms import Arm, Figure, pack
 from .bench_train_size import random_source
+from .bench_weights import fill_random
 from .session import model_settings
 
 
@@ -25,13 +26,7 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
     """A model of random weights, made on the device."""
     settings = model_settings(config.model, random_source(arch), arm.recompute, expert_bias_rate=1e-3)
     built = build_model(arch, settings, context, with_mtp=arm.mtp.loss_scale is not None)
-    generator = torch.Generator(context.device).manual_seed(config.seed)
-    for module in built.modules:
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, 0.02, generator=generator)
-            else:
-                parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
+    fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
     return build_state(built, context, config.optim, steps=1000)
 
 

@@ -1,6 +1,6 @@
 """The run of what=train: parts of one step, a line for every arm, kernels of one step; the JSON file after each.
 
-The kernels come last: once it has recorded them, the profiler makes every later launch slower.
+The kernels come last: once it has recorded them, the profiler can make later launches slower.
 """
 
 import itertools

@@ -1,12 +1,15 @@
-"""One rank's shards of a model of random weights, made as decoding reads them: no trainer, no checkpoint.
+"""One rank's shards of a model of random weights, made as decoding reads them, without a trainer or a checkpoint; and
+random weights for a trainer's modules.
 
 Every rank draws the same numbers, so that what is replicated is equal everywhere.
 
 Shape legend: as weights.view.
 """
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.contracts.clock import WeightsClock
@@ -40,6 +43,16 @@ def random_view(arch: Architecture, draw: Draw, tp: int = 1, ep: int = 1, is_ske
         version=0,
         clock=WeightsClock(),
     )
+
+
+def fill_random(modules: Iterable[nn.Module], generator: torch.Generator) -> None:
+    """Give a trainer's modules random weights on their device."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.data.fill_(0.0 if name.endswith(("A_log", "dt_bias")) else 1.0)
 
 
 class _Maker:

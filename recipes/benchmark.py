@@ -1,4 +1,4 @@
-"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|adaptive|train
+"""Speed on this machine's GPUs: python -m recipes.benchmark what=kernels|decode|adaptive|train|grpo
 
 Prints a table and writes <run_dir>/benchmark.json. A shape is timed only where its kernels equal their torch twins;
 where one does not, the rest is measured and the exit code is 1.
@@ -23,7 +23,8 @@ FILE = "benchmark.json"
 def main(config: BenchmarkConfig) -> None:
     if config.what == "kernels" and Ranks.from_environment().world_size > 1:
         raise UserError(f"what: {config.what} runs in one process; start it without torchrun")
-    {"kernels": kernels, "decode": decode, "adaptive": adaptive, "train": train}[config.what](config)
+    verbs = {"kernels": kernels, "decode": decode, "adaptive": adaptive, "train": train, "grpo": grpo}
+    verbs[config.what](config)
 
 
 def about(config: BenchmarkConfig, device: "torch.device", **shape: Any) -> dict[str, Any]:
@@ -59,6 +60,14 @@ def train(config: BenchmarkConfig) -> None:
     from .bench_train_run import run_train
 
     run_train(config, partial(about, config), Path(config.run_dir) / FILE)
+
+
+def grpo(config: BenchmarkConfig) -> None:
+    from .bench_policy_run import run_policy
+
+    shape = {"rows": config.rollout.max_running, "prompts": config.prompts, "samples": config.samples}
+    stated = partial(about, config, new_tokens=config.new_tokens, **shape)
+    run_policy(config, stated, Path(config.run_dir) / FILE)
 
 
 def decode(config: BenchmarkConfig) -> None:

@@ -15,11 +15,13 @@ def main(config: DpoConfig) -> None:
     from .dialogues import open_pairs
     from .documents import Splits
     from .finetune import fine_tune, make_trained_model
+    from .memory import watch_memory
     from .reference import open_reference
     from .session import find_source, join_ranks, require_mtp
 
     source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     context = join_ranks(config, source.arch)
+    memory = watch_memory(config, source, context)
     microbatches = check_batch(
         tokens_per_step=config.train.tokens_per_step,
         microbatch_tokens=config.train.microbatch_tokens,
@@ -43,7 +45,7 @@ def main(config: DpoConfig) -> None:
         valid_fraction=config.data.valid_fraction,
     )
     splits = Splits(loader("train"), loader("valid") if config.train.eval_every is not None else None)
-    fine_tune(config, "dpo", source, context, built, splits, DpoObjective(config.dpo, config.mtp))
+    fine_tune(config, "dpo", source, context, memory, built, splits, DpoObjective(config.dpo, config.mtp))
 
 
 if __name__ == "__main__":

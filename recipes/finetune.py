@@ -10,6 +10,7 @@ from bailing_mtp.training.state import build_state
 from .checkpoints import RunCheckpoints, tell_fresh_mtp
 from .documents import Splits
 from .loop import train
+from .memory import MemoryWatch
 from .report import Report
 from .resume import continue_run
 from .session import Source, leave_ranks, make_model
@@ -33,6 +34,7 @@ def fine_tune(
     verb: str,
     source: Source,
     context: ParallelContext,
+    memory: MemoryWatch,
     built: BuiltModel,
     splits: Splits,
     objective: Objective,
@@ -44,7 +46,7 @@ def fine_tune(
         continue_run(source, state, splits.train)
     mtp_depth = 0 if config.mtp.loss_scale is None else config.mtp.depth
     flops = training_flops(source.arch, mtp_depth, config.mtp.detach)
-    report = Report(config, verb, context, flops, config.train.steps, state.step)
+    report = Report(config, verb, context, memory, flops, config.train.steps, state.step)
     if source.fresh_mtp:
         tell_fresh_mtp(config, source, context, report)
     checkpoints = RunCheckpoints(config, source, state, splits.train, config.train.steps)

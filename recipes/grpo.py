@@ -7,10 +7,7 @@ from .common import run
 
 def main(config: GrpoConfig) -> None:
     # torch and megatron take seconds to import; mistakes in the config are reported before.
-    from bailing_mtp.rl.advantages import advantages
     from bailing_mtp.rollout.engine import RolloutEngine
-    from bailing_mtp.training.policy import PolicyObjective
-    from bailing_mtp.training.step import train_step
 
     from .backlog import Backlog
     from .heldout import HeldOut
@@ -18,40 +15,28 @@ def main(config: GrpoConfig) -> None:
     from .policy import engine_config, find_policy, open_policy
     from .policy_prompts import open_prompts
     from .progress import RunProgress
-    from .rollouts import Rollouts
     from .session import join_ranks, leave_ranks, rollout_notes
     from .stop_signal import StopSignal
+    from .update import update
 
     source = find_policy(config)
     opened = open_prompts(config, source)
     tokenizer, prompts = opened.tokenizer, opened.train
     context = join_ranks(config, source.arch)
     rl, backlog = config.rl, Backlog(prompts, config.rl)
-    policy = open_policy(config, source, context, backlog)
-    state = policy.state
     settings, tell = engine_config(config, opened), rollout_notes(config.rollout, context)
+    policy = open_policy(config, source, context, backlog, settings)
+    state = policy.state
     engine = RolloutEngine(
         policy.publish, context, settings, tokenizer, tell=tell, records_routes=rl.routing_replay
     )
-    objective = PolicyObjective(rl, config.mtp, config.sampling.temperature)
     progress = RunProgress(config, source, policy, opened, backlog)
     with Judge(rl, context, tokenizer.decode) as judge, StopSignal(context, engine.release) as stop:
         held_out = HeldOut(config, opened.valid, engine, judge)
         progress.start(held_out)
         while state.step < config.train.steps:
-            rollouts = Rollouts(config, state.clock.trained)
-            with progress.rolling():
-                while not rollouts.is_enough:
-                    with rollouts.timed("switch"):
-                        groups = backlog.roll(engine, progress.watch(engine, rollouts))
-                    with rollouts.timed("reward"):
-                        scores = judge.score(groups)
-                    rollouts.add(groups, scores, advantages(scores.rewards, rl.advantage), engine.stats)
-                progress.compare(rollouts, groups)
-            with rollouts.timed("train"):
-                minibatches = policy.minibatches(rollouts.rows())
-                results = [train_step(state, batches, objective) for batches in minibatches]
-            progress.log(rollouts, minibatches, results, held_out, stop)
+            done = update(config, policy, engine, backlog, judge, progress)
+            progress.log(done.rollouts, done.minibatches, done.results, held_out, stop)
     progress.close()
     engine.release()
     leave_ranks()

@@ -15,6 +15,7 @@ from bailing_mtp.training.policy_scores import with_logprobs
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.weights.view import WeightsView, publish
 
+from .memory import MemoryWatch, watch_memory
 from .policy_prompts import Prompts
 from .resume import Position, continue_run, shard_of
 from .session import Source, find_source, make_model, require_mtp
@@ -71,6 +72,7 @@ class Policy:
     built: BuiltModel
     reference: BailingModel | None
     """The trunk before the first step; only where rl.kl_coef > 0."""
+    memory: MemoryWatch
 
     def publish(self) -> WeightsView:
         """The weights as they are now; nothing is copied."""
@@ -96,8 +98,14 @@ class Policy:
         return found
 
 
-def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, data: Position) -> Policy:
-    """The policy at the run's start, or where its last checkpoint left it; `data` is then put there, too."""
+def open_policy(
+    config: GrpoConfig, source: Source, context: ParallelContext, data: Position, engine: RolloutConfig
+) -> Policy:
+    """The policy at the run's start, or where its last checkpoint left it; `data` is then put there, too.
+
+    engine: as engine_config gives it. Raises UserError, before anything is loaded, where memory will not suffice.
+    """
+    memory = watch_memory(config, source, context, engine)
     trains_mtp = config.mtp.loss_scale is not None
     built = make_model(
         config,
@@ -116,4 +124,4 @@ def open_policy(config: GrpoConfig, source: Source, context: ParallelContext, da
         reference.requires_grad_(False)
     if source.resumes:
         continue_run(source, state, data)
-    return Policy(config, state, built, reference)
+    return Policy(config, state, built, reference, memory)

@@ -14,12 +14,14 @@ def main(config: PretrainConfig) -> None:
     from .checkpoints import RunCheckpoints, tell_fresh_mtp
     from .documents import open_documents
     from .loop import train
+    from .memory import watch_memory
     from .report import Report
     from .resume import continue_run
     from .session import find_source, join_ranks, leave_ranks, make_model, require_mtp
 
     source = require_mtp(find_source(config, resumes=True), config, config.mtp.loss_scale)
     context = join_ranks(config, source.arch)
+    memory = watch_memory(config, source, context)
     microbatches = check_batch(
         tokens_per_step=config.train.tokens_per_step,
         microbatch_tokens=config.train.microbatch_tokens,
@@ -41,7 +43,7 @@ def main(config: PretrainConfig) -> None:
     objective = PretrainObjective(config.mtp)
     mtp_depth = 0 if config.mtp.loss_scale is None else config.mtp.depth
     flops = training_flops(source.arch, mtp_depth, config.mtp.detach)
-    report = Report(config, "pretrain", context, flops, config.train.steps, state.step)
+    report = Report(config, "pretrain", context, memory, flops, config.train.steps, state.step)
     if source.fresh_mtp:
         tell_fresh_mtp(config, source, context, report)
     checkpoints = RunCheckpoints(config, source, state, splits.train, config.train.steps)

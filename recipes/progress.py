@@ -43,7 +43,7 @@ class RunProgress:
         flops = training_flops(
             source.arch, 0 if config.mtp.loss_scale is None else config.mtp.depth, config.mtp.detach
         )
-        self._report = Report(config, "grpo", context, flops, config.train.steps, state.step)
+        self._report = Report(config, "grpo", context, policy.memory, flops, config.train.steps, state.step)
         self._checkpoints = RunCheckpoints(config, source, state, backlog, config.train.steps)
         self._predicted: dict[str, float] = {}
         self._alarm = FallAlarm()

@@ -15,6 +15,7 @@ from bailing_mtp.training.flops import TrainingFlops, peak_flops_per_s
 from bailing_mtp.training.metrics import Throughput, read_metrics
 
 from .charts import Run, write_charts
+from .memory import MemoryWatch
 from .sinks import Sinks
 
 # Label and beginning of the metrics' names on the live line.
@@ -35,12 +36,13 @@ class Report:
         config: RunConfig,
         verb: str,
         context: ParallelContext,
+        memory: MemoryWatch,
         flops: TrainingFlops,
         steps: int,
         first_step: int = 0,
     ) -> None:
         self._run_dir = Path(config.run_dir)
-        self._context, self._flops = context, flops
+        self._context, self._memory, self._flops = context, memory, flops
         self._steps, self._first_step = steps, first_step
         self._sinks = Sinks(config, verb, first_step) if context.is_writer else None
         self._line = ProgressLine(sys.stderr if context.is_writer else None)
@@ -76,6 +78,7 @@ class Report:
         if self._sinks is not None:
             self._sinks.write(step, values)
         self._line.show(self._live(step, values), final=step == self._steps)
+        self._memory.tell(step - self._first_step, step == self._steps)
 
     def close(self, is_finished: bool = True) -> None:
         """End the files; of a finished run draw the charts and print the summary."""
@@ -110,7 +113,7 @@ class Report:
         peak = _peak(self._context.device)
         if peak is not None:
             speed["train/mfu"] = flops_per_s / peak
-        return speed | _memory(self._context.device)
+        return speed | self._memory.metrics()
 
     def _mean_speed(self) -> str:
         seconds = self.pace.trained_s()
@@ -136,14 +139,6 @@ class Report:
 
 def _peak(device: torch.device) -> float | None:
     return peak_flops_per_s(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    """Largest use of this rank's GPU so far, GiB."""
-    if device.type != "cuda":
-        return {}
-    used = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
-    return {f"memory/{name}_gb": read(device) / 2**30 for name, read in used.items()}
 
 
 def _number(value: float) -> str:

@@ -5,8 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from .errors import raise_if_any
+from .rollout import RolloutConfig, check_rollout
 from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .training import OptimConfig
+from .training import MtpConfig, OptimConfig
 from .verbs import RunConfig
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)]
@@ -19,10 +20,11 @@ Acceptances = Annotated[tuple[Literal["own", "all", "none"], ...], Field(strict=
 class BenchmarkConfig(RunConfig):
     """python -m recipes.benchmark"""
 
-    what: Literal["kernels", "decode", "adaptive", "train"]
+    what: Literal["kernels", "decode", "adaptive", "train", "grpo"]
     """kernels: each Triton decode kernel against its bytes, and the passes of a decode step. decode: whole rollouts
     of the engine, with CUDA graphs. adaptive: rollouts with rollout.adaptive against those of each fixed k. train:
-    training steps with and without the MTP loss and recompute, and where the time of one goes."""
+    training steps with and without the MTP loss and recompute, and where the time of one goes. grpo: whole updates of
+    the grpo recipe, from rollouts to weights, for each number of drafts."""
     rows: Sizes = (1, 4, 8, 16, 32, 64, 256)
     """Sequences of a step."""
     fed_tokens: Sizes = (1, 3)
@@ -30,15 +32,16 @@ class BenchmarkConfig(RunConfig):
     context_tokens: PositiveInt = 256
     """what=kernels: cached positions of each sequence."""
     tokens: Sizes = (8192, 4096, 16384)
-    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute."""
+    """what=train: tokens of a packed microbatch; the first count is measured with every MTP loss and recompute, the
+    others without any and with the joint one."""
     layers: PositiveInt | None = None
     """what=train: trunk layers; null = as many whole groups of layers as fit beside reserve_gb on every rank."""
     reserve_gb: PositiveFloat = 48.0
     """what=train: GiB left to activations where `layers` is null."""
     optim: OptimConfig = OptimConfig()
-    """what=train: the optimizer of the timed steps."""
+    """what=train, grpo: the optimizer of the timed steps."""
     steps: PositiveInt = 4
-    """what=train: timed steps; their median is printed."""
+    """what=train: timed steps; their median is printed. what=grpo: updates for each number of drafts."""
     lines: PositiveInt | None = None
     """what=train: first lines of the table to measure; null = all of them."""
     replays: PositiveInt = 12
@@ -46,13 +49,25 @@ class BenchmarkConfig(RunConfig):
     copy_tb_per_s: PositiveFloat = 4.3
     """Memory bandwidth that the floor assumes, in 10^12 bytes/s; 4.3 is a measured copy on an H200."""
     drafts: Counts = (0, 1, 2, 3)
-    """what=decode, adaptive: drafts of a step; the controller may choose up to the most of them."""
+    """what=decode, adaptive, grpo: drafts of a step; adaptive: the controller may choose up to the most of them."""
     temperatures: Temperatures = (1.0, 0.0)
     """what=decode: sampling temperatures; 0 = greedy."""
     prompt_tokens: Sizes = (128, 2048)
-    """what=decode: tokens of every prompt."""
+    """what=decode: tokens of every prompt. what=grpo: the first."""
     new_tokens: PositiveInt = 256
-    """what=decode, adaptive: tokens of every response."""
+    """what=decode, adaptive, grpo: tokens of every response."""
+    prompts: PositiveInt = 64
+    """what=grpo: prompts of a rollout."""
+    samples: PositiveInt = 8
+    """what=grpo: samples of each prompt."""
+    microbatch_tokens: PositiveInt = 8192
+    """what=grpo: as train.microbatch_tokens; at least one prompt with its response."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """what=grpo: as train.recompute."""
+    rollout: RolloutConfig = RolloutConfig()
+    """what=grpo: the rollout engine."""
+    mtp: MtpConfig = MtpConfig()
+    """what=grpo: MTP loss."""
     tp_sum: Literal["library", "peer"] = "library"
     """what=decode: as rollout.tp_sum."""
     routing: Routings = ("uniform", "skewed")
@@ -70,18 +85,21 @@ class BenchmarkConfig(RunConfig):
             size = getattr(self.parallel, name)
             if size > 1 and what == "kernels":
                 problems.append(f"parallel.{name}: {size} is not allowed; what={what} runs on one GPU; allowed: 1")
-        if what != "train" and self.optim.name != "adamw":
+        if what not in ("train", "grpo") and self.optim.name != "adamw":
             problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")
-        if self.optim.offload != "none":
-            problems.append(f"optim.offload: {self.optim.offload!r} is not measured by this verb; allowed here: none")
+        if what != "grpo" and self.optim.offload != "none":
+            problems.append(f"optim.offload: {self.optim.offload!r} is not measured by what={what}; allowed here: none")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
         empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
+        if what == "grpo" and self.samples < 2:
+            problems.append("samples: 1 leaves nothing to compare a response with; must be at least 2")
         if what in ("decode", "adaptive") and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )
         raise_if_any(problems)
+        check_rollout(self.rollout)
         return self

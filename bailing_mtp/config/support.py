@@ -84,6 +84,7 @@ OPTIONS = (
     Option(path="what", value="decode", needs_gpu=True),
     Option(path="what", value="adaptive", needs_gpu=True),
     Option(path="what", value="train", needs_gpu=True),
+    Option(path="what", value="grpo", needs_gpu=True),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -50,5 +51,7 @@ def count_parameters(*modules: nn.Module) -> int:
 
 def build_on_meta(arch: Architecture, settings: ModelSettings, context: ParallelContext) -> BuiltModel:
     """The whole model without memory (device "meta"), to count and plan."""
-    with torch.device("meta"):
+    # On a context of a GPU every parameter would be made there, whatever the default device is.
+    context = dataclasses.replace(context, device=torch.device("meta"))
+    with context.device:
         return build_model(arch, settings, context, with_mtp=arch.num_mtp_layers > 0)

@@ -107,7 +107,7 @@ def transformer_config(arch: Architecture, settings: ModelSettings, context: Par
         params_dtype=settings.dtype,
         bf16=settings.dtype is torch.bfloat16,
         pipeline_dtype=settings.dtype,
-        use_cpu_initialization=context.device.type == "cpu",
+        use_cpu_initialization=context.device.type != "cuda",
         perform_initialization=False,
         tensor_model_parallel_size=context.tp,
         sequence_parallel=context.tp > 1,

@@ -47,6 +47,7 @@ class MemoryPlan:
     conv_kernel: int
     latent_dim: int
     """Values of a cached row: latent rank and rotary size."""
+    rope_dim: int
     hidden_size: int
     dtype: torch.dtype
     max_stops: int
@@ -91,6 +92,7 @@ class MemoryPlan:
             value_dim=arch.v_head_dim,
             conv_kernel=arch.conv_kernel,
             latent_dim=arch.kv_lora_rank + arch.qk_rope_head_dim,
+            rope_dim=arch.qk_rope_head_dim,
             hidden_size=arch.hidden_size,
             dtype=dtype,
             max_stops=max_stops,
@@ -145,9 +147,14 @@ class MemoryPlan:
         return _n_bytes((self.n_mla, self.block_tokens, self.latent_dim), self.dtype)
 
     @property
+    def rope_bytes(self) -> int:
+        """Bytes of the rotations of all positions, a cosine and a sine for each pair."""
+        return self.capacity_tokens * self.rope_dim * torch.float32.itemsize
+
+    @property
     def fixed_bytes(self) -> int:
-        """Bytes of all slots, the scratch slot and the scratch block, and of what is held beside them."""
-        return (self.n_slots + 1) * self.slot_bytes + self.block_bytes + self.beside_bytes
+        """Bytes of all slots, the scratch slot and the scratch block, the rotations, and of what is held beside."""
+        return (self.n_slots + 1) * self.slot_bytes + self.block_bytes + self.rope_bytes + self.beside_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -26,7 +26,7 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
     ("arguments", "line"),
     [
         ([], "what: is required"),
-        (["what=memory"], "what: 'memory' is not allowed; use one of kernels, decode, adaptive, train"),
+        (["what=memory"], "what: 'memory' is not allowed; use one of kernels, decode, adaptive, train, grpo"),
         (["what=kernels", "rows=[]"], "rows: [] is not allowed"),
         (["what=kernels", "rows=[4,0]"], "rows.1: 0 is not allowed; must be above 0"),
         (["what=kernels", "copy_tb_per_s=0"], "copy_tb_per_s: 0 is not allowed"),
@@ -34,7 +34,7 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
         (["what=kernels", "parallel.tp=2"], "parallel.tp: 2 is not allowed; what=kernels runs on one GPU"),
         (["what=kernels", "checkpoint.load=hf"], "checkpoint.load: is not read by what=kernels"),
         (["what=decode", "optim=adamw8bit"], "optim.name: 'adamw8bit' is not used by what=decode; allowed here: adamw"),
-        (["what=train", "optim.offload=cpu"], "optim.offload: 'cpu' is not measured by this verb; allowed here: none"),
+        (["what=train", "optim.offload=cpu"], "optim.offload: 'cpu' is not measured by what=train; allowed here: none"),
         (["what=decode", "drafts=[1,2]"], "drafts: [1, 2] must begin with 0, plain decoding"),
         (["what=decode", "drafts=[0,-1]"], "drafts.1: -1 is not allowed"),
         (["what=decode", "routing=[random]"], "routing.0: 'random' is not allowed"),

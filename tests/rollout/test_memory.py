@@ -8,6 +8,7 @@ import torch
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
+from bailing_mtp.kernels.reference import decode
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
 from bailing_mtp.weights.names import Shard
 from tests.weights.stand_in import tiny_config
@@ -26,6 +27,7 @@ def plan_of(drafts: int = 2, budget_bytes: int | None = None, shard: Shard = WHO
 def test_the_plan_counts_every_byte(drafts, shard):
     plan = plan_of(drafts, shard=shard)
     memory = RolloutMemory(plan, CPU)
+    memory.rope_P = decode.rope_table(torch.arange(plan.capacity_tokens), ARCH.qk_rope_head_dim, ARCH.rope_theta)
     assert sum(tensor.nbytes for tensor in memory.tensors()) == plan.total_bytes
     # One MLA layer, and the MTP layer when there are drafts; three blocks of four tokens hold ten.
     assert memory.latents_LBbx.shape == (1 + (drafts > 0), 4 * 3 + 1, 4, 7 + 2)
