@@ -22,6 +22,7 @@ from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
 from bailing_mtp.parallel.collectives import PeerSum
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.rollout.collector import old_objects_kept
 from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
 from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
@@ -142,7 +143,8 @@ class RolloutEngine:
                 session.resume(group)
             # Where all are wanted a rollout ends by itself, and no replica has to wait for another.
             missing = None if enough == len(groups) else enough - (len(groups) - len(open_groups))
-            unfinished = self._run(session, tally, missing, progress)
+            with old_objects_kept():
+                unfinished = self._run(session, tally, missing, progress)
         finally:
             self.close()
         self.stats = session.stats.joined(self._context.sum_over_dp)

@@ -151,7 +151,9 @@ def test_sites_without_targets_change_nothing(
         assert (sites.DraftSites.of(batch, mtp.depth) is None) == (name == "whole")
         for settings in (FP32, FAST):
             found[name, settings.dtype] = _gradients(arch, context, settings, batch, mtp)
-    exact = {name: grad for name, grad in found["whole", torch.float32].items() if grad.any()}
+    # A gradient that vanishes, such as that of a norm before another norm, is nothing but rounding.
+    exact = {name: grad for name, grad in found["whole", torch.float32].items() if grad.norm() > 1e-6}
+    assert len(exact) > 0.9 * len(found["whole", torch.float32])
     worst = min(_cosine(found["part", torch.float32][name], grad) for name, grad in exact.items())
     assert worst > 1 - 1e-6, worst
     part, whole = (

@@ -36,6 +36,28 @@ class Letters:
         return "".join("abcdefghijklmnopqrstuvw_"[token] for token in ids if token != 23)
 
 
+def test_a_rollout_is_not_held_up_by_what_is_older(small: BuiltModel, alone: ParallelContext):
+    """Collections leave out what was alive before, also where a rollout fails; a user's own choice stays."""
+    engine, prompts, seen = make_engine(small, alone), random_prompts(3, VOCAB, SAMPLED), []
+    before = gc.get_freeze_count()
+
+    def watch(stats: RolloutStats) -> None:
+        seen.append(gc.get_freeze_count())
+
+    def fail(stats: RolloutStats) -> None:
+        raise RuntimeError("no more")
+
+    engine.generate(prompts, progress=watch)
+    assert min(seen) > 10_000 and gc.get_freeze_count() <= before
+    with pytest.raises(RuntimeError, match="no more"):
+        engine.generate(prompts, progress=fail)
+    assert gc.get_freeze_count() <= before
+    gc.freeze()
+    engine.generate(prompts, progress=watch)
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_broken_row_ends_with_an_error_and_harms_no_other(
