@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 TWO_SHOT_ELEMENTS = 400_000
-"""Elements from which on two shots, their copies into and out of the room included, take less than one: on two H200s
-one takes 10.9 and 20.4 us at 256 and 768 rows of 1536 in bf16, two take 8.5 and 13.5 and the copies about 4."""
+"""Elements from which on sums take two shots. On two H200s one shot takes 10.9 and 20.4 us at 256 and 768 rows of 1536
+in bf16, two take 8.5 and 13.5 beside their copies into and out of the room, for which 3 to 4 us are reckoned."""
 
 # Newer versions warn of the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
