@@ -44,7 +44,9 @@ def policy_config(config: BenchmarkConfig, drafts: int) -> GrpoConfig:
             microbatch_tokens=max(longest, config.microbatch_tokens),
             recompute=config.recompute,
         ),
-        rl=RlConfig(prompts_per_rollout=config.prompts, reward=REWARD),
+        rl=RlConfig(
+            prompts_per_rollout=config.prompts, reward=REWARD, routing_replay=config.routing_replay
+        ),
         sampling=SamplingConfig(
             max_new_tokens=config.new_tokens, samples_per_prompt=config.samples, ignore_eos=True
         ),

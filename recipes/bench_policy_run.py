@@ -50,7 +50,8 @@ def run_policy(config: BenchmarkConfig, about: Callable[[torch.device], dict[str
     with Judge(most.rl, context, as_text) as judge:
         for drafts in config.drafts:
             arm = policy_config(config, drafts)
-            engine = RolloutEngine(policy.publish, context, arm.rollout, tell=tell)
+            records = arm.rl.routing_replay
+            engine = RolloutEngine(policy.publish, context, arm.rollout, tell=tell, records_routes=records)
             backlog, watcher = Backlog(prompts, arm.rl), Watcher(drafts, tell)
             for number in range(1, config.steps + 1):
                 done = update(arm, policy, engine, backlog, judge, watcher)

@@ -64,6 +64,8 @@ class BenchmarkConfig(RunConfig):
     """what=grpo: as train.microbatch_tokens; at least one prompt with its response."""
     recompute: Literal["none", "selective", "full"] = "none"
     """what=grpo: as train.recompute."""
+    routing_replay: bool = False
+    """what=grpo: as rl.routing_replay."""
     rollout: RolloutConfig = RolloutConfig()
     """what=grpo: the rollout engine."""
     mtp: MtpConfig = MtpConfig()

@@ -20,10 +20,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_both_arms_go_through_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
+@pytest.mark.parametrize("replay", [False, True])
+def test_both_arms_go_through_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch, replay: bool):
     monkeypatch.setattr(bench_policy_run, "leave_ranks", destroy_context)
     target = tmp_path / "benchmark.json"
-    bench_policy_run.run_policy(config_of(*SMALL), lambda device: {"device": "none"}, target)
+    config = config_of(*SMALL, f"routing_replay={str(replay).lower()}")
+    bench_policy_run.run_policy(config, lambda device: {"device": "none"}, target)
     figures = json.loads(target.read_text())["figures"]
     assert [(x["drafts"], x["update"]) for x in figures] == [(0, 1), (2, 1)]
     for x in figures:
