@@ -102,6 +102,8 @@ class BenchmarkConfig(RunConfig):
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )
+        if what == "adaptive" and not any(self.drafts):
+            problems.append(f"drafts: {list(self.drafts)} leaves the controller nothing to choose; add a number above 0")
         raise_if_any(problems)
         check_rollout(self.rollout)
         return self

@@ -31,6 +31,7 @@ _KINDS = {
     "model_attributes_type": "a mapping",
     "finite_number": "a finite number",
     "string_too_short": "a text that is not empty",
+    "too_short": "a list that is not empty",
 }
 _BOUNDS = {
     "greater_than": ("above", "gt"),

@@ -36,6 +36,8 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
         (["what=decode", "optim=adamw8bit"], "optim.name: 'adamw8bit' is not used by what=decode; allowed here: adamw"),
         (["what=train", "optim.offload=cpu"], "optim.offload: 'cpu' is not measured by what=train; allowed here: none"),
         (["what=decode", "drafts=[1,2]"], "drafts: [1, 2] must begin with 0, plain decoding"),
+        (["what=adaptive", "drafts=[0]"], "drafts: [0] leaves the controller nothing to choose"),
+        (["what=grpo", "drafts=[]"], "drafts: [] is not allowed; must be a list that is not empty"),
         (["what=decode", "drafts=[0,-1]"], "drafts.1: -1 is not allowed"),
         (["what=decode", "routing=[random]"], "routing.0: 'random' is not allowed"),
         (["what=kernels", "model=checkpoint"], "model.architecture: null needs"),
