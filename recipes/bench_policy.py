@@ -41,7 +41,7 @@ def policy_config(config: BenchmarkConfig, drafts: int) -> GrpoConfig:
         data=PromptDataConfig(path="random", seq_tokens=longest),
         train=PolicyTrainConfig(
             steps=config.steps * len(config.drafts),
-            microbatch_tokens=max(longest, config.microbatch_tokens),
+            microbatch_tokens=config.microbatch_tokens,
             recompute=config.recompute,
         ),
         rl=RlConfig(

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .build import show
 from .errors import raise_if_any
 from .rollout import RolloutConfig, check_rollout
 from .section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -96,14 +97,35 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
         empty = [name for name in ("routing", "acceptance") if not getattr(self, name)]
         problems += [f"{name}: [] is not allowed; give one at least" for name in empty]
-        if what == "grpo" and self.samples < 2:
-            problems.append("samples: 1 leaves nothing to compare a response with; must be at least 2")
+        problems += self._update_problems() if what == "grpo" else []
         if what in ("decode", "adaptive") and self.drafts[0] != 0:
             problems.append(
                 f"drafts: {list(self.drafts)} must begin with 0, plain decoding, which the others are compared with"
             )
         if what == "adaptive" and not any(self.drafts):
-            problems.append(f"drafts: {list(self.drafts)} leaves the controller nothing to choose; add a number above 0")
+            problems.append(
+                f"drafts: {list(self.drafts)} leaves the controller nothing to choose; add a number above 0"
+            )
         raise_if_any(problems)
-        check_rollout(self.rollout)
+        for k in self.drafts if what == "grpo" else (self.rollout.speculative_tokens,):
+            check_rollout(self.rollout.model_copy(update={"speculative_tokens": k}))
         return self
+
+    def _update_problems(self) -> list[str]:
+        """What grpo itself would refuse, in this verb's keys."""
+        problems, longest, updates = [], self.prompt_tokens[0] + self.new_tokens, self.steps * len(self.drafts)
+        if self.samples < 2:
+            problems.append("samples: 1 leaves nothing to compare a response with; must be at least 2")
+        if self.microbatch_tokens < longest:
+            problems.append(
+                f"microbatch_tokens: {self.microbatch_tokens} cannot hold a prompt of prompt_tokens="
+                f"{self.prompt_tokens[0]} with a response of new_tokens={self.new_tokens}; use at least {longest}"
+            )
+        last = self.optim.warmup_steps + (self.optim.decay_steps or 1)
+        if last > updates:
+            problems.append(
+                f"optim.warmup_steps: {self.optim.warmup_steps}, with optim.decay_steps="
+                f"{show(self.optim.decay_steps)}, ends after the {updates} updates of steps={self.steps} and "
+                f"drafts={list(self.drafts)}"
+            )
+        return problems

@@ -9,6 +9,7 @@ import pytest
 
 from bailing_mtp.config import BenchmarkConfig, ConfigError, check_backends
 from recipes import common
+from recipes.bench_policy import policy_config
 from recipes.ranks import Ranks
 from tests.benchmark.sizes import config_of
 
@@ -37,6 +38,9 @@ def test_defaults_are_the_real_model_at_seven_batch_sizes():
         (["what=train", "optim.offload=cpu"], "optim.offload: 'cpu' is not measured by what=train; allowed here: none"),
         (["what=decode", "drafts=[1,2]"], "drafts: [1, 2] must begin with 0, plain decoding"),
         (["what=adaptive", "drafts=[0]"], "drafts: [0] leaves the controller nothing to choose"),
+        (["what=grpo", "microbatch_tokens=383"], "microbatch_tokens: 383 cannot hold a prompt of prompt_tokens="),
+        (["what=grpo", "optim.warmup_steps=16"], "optim.warmup_steps: 16, with optim.decay_steps=null, ends"),
+        (["what=grpo", "rollout.speculative_tokens=2", "rollout.adaptive=true"], "rollout.adaptive: true needs"),
         (["what=grpo", "drafts=[]"], "drafts: [] is not allowed; must be a list that is not empty"),
         (["what=decode", "drafts=[0,-1]"], "drafts.1: -1 is not allowed"),
         (["what=decode", "routing=[random]"], "routing.0: 'random' is not allowed"),
@@ -47,6 +51,14 @@ def test_mistakes_are_named(arguments: list[str], line: str):
     with pytest.raises(ConfigError) as caught:
         config_of(*arguments)
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(line)
+
+
+def test_what_grpo_takes_is_a_run_of_grpo():
+    config = config_of(
+        "what=grpo", "drafts=[2]", "rollout.adaptive=true", "microbatch_tokens=384", "optim.warmup_steps=3"
+    )
+    run = policy_config(config, 2)
+    assert (run.rollout.adaptive, run.train.microbatch_tokens, run.train.steps) == (True, 384, 4)
 
 
 def test_a_gpu_is_all_that_kernels_needs():
