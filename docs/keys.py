@@ -27,7 +27,7 @@ Every key of every verb, generated from `bailing_mtp/config` by `python -m docs.
 stale. Any of them can be given on the command line as `<key>=<value>`. The default is the schema's; where the file
 `conf/<verb>.yaml` says otherwise, the verb is named behind it. Groups of keys are chosen by name, such as `model=tiny`
 or `mtp=detached`: they set the keys of their section, and `experiment=<name>` those of several. A key that is unknown,
-a value that is not allowed and a value that this machine or version cannot serve end the verb before anything is
+a value that is not allowed and a value that this machine cannot serve end the verb before anything is
 loaded. "Training" is pretrain, sft, dpo and grpo; "all" is those with generate, score and benchmark.
 """
 TITLES = {"": "Of the verb itself"}
@@ -57,7 +57,7 @@ def rows_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Row
             continue
         key = prefix + name
         default = REQUIRED if field.is_required() else _value(field.default)
-        meaning = " ".join((field.description or "").split()) + _refused(key)
+        meaning = " ".join((field.description or "").split()) + _needed(key)
         yield prefix.rstrip("."), Row(key, _allowed(kind, field.metadata), default, meaning)
 
 
@@ -86,8 +86,8 @@ def _names(verbs: list[str]) -> str:
     return {EVERY_RUN: "all", TRAINING: "training"}.get(tuple(verbs), ", ".join(verbs))
 
 
-def _refused(key: str) -> str:
-    """What a value needs, or that this version refuses it."""
+def _needed(key: str) -> str:
+    """What a value needs of the machine."""
     notes = []
     for option in (option for option in OPTIONS if option.path == key):
         value = f"`{show(option.value).strip("'")}`"

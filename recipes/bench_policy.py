@@ -21,11 +21,12 @@ from bailing_mtp.model.build import build_model
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import build_state
 
+from .bench_train_size import random_source
 from .bench_weights import fill_random
 from .memory import watch_memory
 from .policy import Policy
 from .prompts import sampling_params
-from .session import Source, model_settings
+from .session import model_settings
 
 REWARD = "recipes.bench_policy_reward:coin"
 
@@ -58,13 +59,15 @@ def policy_config(config: BenchmarkConfig, drafts: int) -> GrpoConfig:
 
 def random_policy(config: GrpoConfig, arch: Architecture, context: ParallelContext) -> Policy:
     """Planned and built as open_policy does, with weights made on the device. Raises UserError where it cannot fit."""
-    source = Source(arch=arch, directory=None, holds_mtp=True, router_dtype=None)
+    source, optim = random_source(arch), config.optim
     memory = watch_memory(config, source, context, config.rollout)
-    settings = model_settings(config.model, source, config.train.recompute, config.optim.expert_bias_rate)
+    settings = model_settings(
+        config.model, source, config.train.recompute, optim.expert_bias_rate, optim.fused == "apex"
+    )
     trains_mtp = config.mtp.loss_scale is not None
     built = build_model(arch, settings, context, with_mtp=trains_mtp or config.rollout.speculative_tokens > 0)
     fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
-    state = build_state(built, context, config.optim, config.train.steps, trains_mtp=trains_mtp)
+    state = build_state(built, context, optim, config.train.steps, trains_mtp=trains_mtp)
     return Policy(config, state, built, None, memory)
 
 

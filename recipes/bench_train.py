@@ -24,10 +24,13 @@ from .session import model_settings
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:
     """A model of random weights, made on the device."""
-    settings = model_settings(config.model, random_source(arch), arm.recompute, expert_bias_rate=1e-3)
+    optim = config.optim
+    settings = model_settings(
+        config.model, random_source(arch), arm.recompute, optim.expert_bias_rate, optim.fused == "apex"
+    )
     built = build_model(arch, settings, context, with_mtp=arm.mtp.loss_scale is not None)
     fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
-    return build_state(built, context, config.optim, steps=1000)
+    return build_state(built, context, optim, steps=1000)
 
 
 class States:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from bailing_mtp.contracts.batch import TokenBatch
-from bailing_mtp.losses.fused_head import fused_chunk_tokens
-from bailing_mtp.losses.heads import HeadOptions, head_outputs
+from bailing_mtp.losses.heads import HeadOptions, chosen_chunk_tokens, head_outputs
 from bailing_mtp.training.state import TrainState
 
 PARTS = {
@@ -98,7 +97,7 @@ def head_seconds(state: TrainState, batch: TokenBatch, timed: Callable[[Callable
     hidden_TH = torch.randn(batch.layout.n_tokens, weight_vH.shape[1], device=weight_vH.device, dtype=weight_vH.dtype)
     group = state.context.tp_group if state.context.tp > 1 else None
     leaf_vH = weight_vH.detach().requires_grad_()
-    options = HeadOptions(fused_chunk_tokens(weight_vH.shape[0]), kernels=kernels)
+    options = HeadOptions(chosen_chunk_tokens(weight_vH.shape[0], kernels), kernels=kernels)
 
     def run() -> None:
         leaf_vH.grad = None

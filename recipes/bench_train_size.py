@@ -4,14 +4,10 @@ from bailing_mtp.config import BenchmarkConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.model.build import BuiltModel, build_on_meta
 from bailing_mtp.parallel.context import ParallelContext
+from bailing_mtp.training.activations import FP32
+from bailing_mtp.training.memory_plan import GIB, count_model, optimizer_states
 
 from .session import Source, model_settings
-
-BYTES_PER_PARAMETER = 6
-"""bf16 weight and fp32 gradient."""
-STATE_BYTES_PER_PARAMETER = {"adamw": 4 + 8, "adamw8bit": 2 + 2 * 4 / 256}
-"""fp32 master weight and two fp32 moments, which the ranks with the same parameter share; or two 8-bit moments whose
-blocks of 256 have an fp32 scale each."""
 
 
 def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, memory: int) -> Architecture:
@@ -22,21 +18,18 @@ def cut_to_memory(config: BenchmarkConfig, arch: Architecture, context: Parallel
 
     if config.layers is not None:
         return with_layers(config.layers)
-    settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * 2**30
+    settings, room = model_settings(config.model, random_source(arch)), memory - config.reserve_gb * GIB
     for n in range(arch.num_layers, arch.layer_group_size, -arch.layer_group_size):
         if _held_bytes(config, build_on_meta(with_layers(n), settings, context), context) <= room:
             return with_layers(n)
     return with_layers(arch.layer_group_size)
 
 
-def _held_bytes(config: BenchmarkConfig, built: BuiltModel, context: ParallelContext) -> float:
-    """Weights, gradients and optimizer states of this rank."""
-    held_bytes, state_bytes = 0.0, STATE_BYTES_PER_PARAMETER[config.optim.name]
-    for parameter in (p for module in built.modules for p in module.parameters()):
-        is_shared = getattr(parameter, "allreduce", True)
-        n_ranks = context.dp if is_shared else context.groups.expt_dp.size()
-        held_bytes += parameter.numel() * (BYTES_PER_PARAMETER + state_bytes / n_ranks)
-    return held_bytes
+def _held_bytes(config: BenchmarkConfig, built: BuiltModel, context: ParallelContext) -> int:
+    """Weights, gradients and optimizer states of this rank, as a run's memory plan counts them."""
+    counts = count_model(built.modules)
+    states = optimizer_states(counts, config.optim, context.dp, context.world_size // context.ep)
+    return counts.weight_bytes + counts.trained * FP32 + sum(states)
 
 
 def random_source(arch: Architecture) -> Source:

@@ -13,7 +13,7 @@ from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import MAX_TEMPLATES
 from bailing_mtp.rollout.memory import MemoryPlan
 from bailing_mtp.rollout.reduced_head import read_draft_ids
-from bailing_mtp.training.activations import PassSizes, layer_of
+from bailing_mtp.training.activations import FP32, PassSizes, layer_of
 from bailing_mtp.training.memory_plan import GIB, PlanInputs, RolloutBytes, TrainingPlan, count_model, require_fit
 from bailing_mtp.weights.names import Shard
 
@@ -107,6 +107,7 @@ def plan_inputs(
         expert_dp=context.world_size // context.ep,
         reference_bytes=reference_bytes,
         rollout=rollout_bytes(config, engine, passes, context) if isinstance(config, GrpoConfig) and engine else None,
+        least_tokens=config.data.seq_tokens * (2 if isinstance(config, DpoConfig) else 1),
     )
 
 
@@ -133,7 +134,7 @@ def rollout_bytes(
         beside_bytes=_draft_rows_bytes(engine, arch, passes),
     )
     fed_tokens = rows * (engine.speculative_tokens + 1)
-    graphs = LOGITS_IN_GRAPHS * fed_tokens * arch.vocab_size // context.tp * 4 if engine.cuda_graphs else 0
+    graphs = LOGITS_IN_GRAPHS * fed_tokens * arch.vocab_size // context.tp * FP32 if engine.cuda_graphs else 0
     # A prefill makes the tensors that a forward of training keeps, one block at a time.
     prefill = PassSizes(arch, passes.settings, engine.prefill_tokens, context.tp, context.ep)
     layers = [layer_of(prefill, layer) for layer in arch.trunk_plan()]

@@ -17,6 +17,7 @@ from torch import Tensor
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """On `device`. The host waits for no copy to a GPU; from pageable memory it would, for all queued work."""
     if device.type == "cuda" and x.device.type == "cpu":
+        # The allocator of pinned memory keeps a block until the copies that read it are done.
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 

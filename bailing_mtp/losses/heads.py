@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.contracts.sites import HeadRows
-from bailing_mtp.losses.chunked import Pass, head_pass
-from bailing_mtp.losses.fused_head import FusedPlan, fused_outputs
+from bailing_mtp.losses.chunked import Pass, chunk_tokens_for, head_pass
+from bailing_mtp.losses.fused_head import FusedPlan, fused_chunk_tokens, fused_outputs
 from bailing_mtp.parallel import vocab
 
 
@@ -65,6 +65,11 @@ class HeadOutputs(NamedTuple):
     depths: tuple[DepthOutputs, ...]
     entropy_T: Tensor
     """Nats, of the distribution of log_prob_T, without gradient; means nothing unless asked for."""
+
+
+def chosen_chunk_tokens(vocab_rows: int, kernels: ModuleType | None) -> int:
+    """Tokens of a chunk for a rank with `vocab_rows` rows of the vocabulary. kernels: as in HeadOptions."""
+    return chunk_tokens_for(vocab_rows) if kernels is None else fused_chunk_tokens(vocab_rows)
 
 
 def head_outputs(

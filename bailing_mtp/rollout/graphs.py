@@ -15,8 +15,8 @@ import torch
 
 from bailing_mtp.errors import UserError
 from bailing_mtp.rollout.distribution import StepRules
+from bailing_mtp.rollout.memory import GIB
 
-GIB = 2**30
 Body = Callable[[], None]
 Result = TypeVar("Result")
 

@@ -316,11 +316,6 @@ class RolloutMemory:
             tensor[slot].fill_(_EMPTY.get(name, 0))
         self.slots.block_table_NM[slot].fill_(self.scratch_block)
 
-    def copy_slot(self, source: int, target: int) -> None:
-        """Continue the sequence of one slot in another; see copy_slots."""
-        source_m, target_m = (torch.tensor([slot], device=self.device) for slot in (source, target))
-        self.copy_slots(source_m, target_m)
-
     def copy_slots(self, source_m: Tensor, target_m: Tensor) -> None:
         """Copy sequences: states, windows, records, block tables and numbers, but no request settings.
 

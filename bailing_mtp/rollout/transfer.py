@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bailing_mtp.contracts import batch
+
 
 def to_device(values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Host values on the device; the copy is queued, nothing waits for it."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return host
-    # The allocator of pinned memory keeps a block until the copies that read it are done.
-    return host.pin_memory().to(device, non_blocking=True)
+    return batch.to_device(host, device)
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.losses.chunked import chunk_tokens_for
 from bailing_mtp.losses.fused_head import fused_chunk_tokens
 from bailing_mtp.model.settings import ModelSettings
+from bailing_mtp.training.flops import KDA_CHUNK_TOKENS
 
 FP32, INT64 = 4, 8
-FLA_CHUNK_TOKENS = 64
 TWIN_KDA_VALUES = 49
 """fp32 values that the torch twin keeps for each key channel of a token and head, as autograd counts them."""
 STREAM_GRADS = 3
@@ -101,7 +101,7 @@ def _with(block: Block, kept: int, sizes: PassSizes) -> Block:
 def kda_block(sizes: PassSizes) -> Block:
     """The mixer between its norm and its residual sum."""
     arch, T, b, h = sizes.arch, sizes.tokens, sizes.width, sizes.heads
-    d, v, chunk = arch.kda_head_dim, arch.v_head_dim, FLA_CHUNK_TOKENS
+    d, v, chunk = arch.kda_head_dim, arch.v_head_dim, KDA_CHUNK_TOKENS
     projected, output = T * sum(arch.kda_in_rows) // sizes.tp * b, T * h * v * b
     weight_grads = (sum(arch.kda_in_rows) // sizes.tp + h * v) * arch.hidden_size * b
     if sizes.settings.kda == "fla":

@@ -33,6 +33,7 @@ from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.contracts.batch import TokenBatch
 
 KDA_CHUNK_TOKENS = 64
+"""Of fla's kernels."""
 TRAIN_PASSES = 3
 """Forward, and a backward of twice its cost."""
 DETACHED_HEAD_PASSES = 2

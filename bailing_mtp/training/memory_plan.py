@@ -102,6 +102,8 @@ class PlanInputs:
     expert_dp: int = 1
     reference_bytes: int = 0
     rollout: RolloutBytes | None = None
+    least_tokens: int = 1
+    """Of a microbatch: its longest row, or pair of rows."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,8 @@ def plan_training(inputs: PlanInputs) -> TrainingPlan:
     }
     base = sum(parts.values())
     passes = pass_bytes(inputs.passes, inputs.mtp)
-    # For the distributed optimizer parameters move into buffers, the largest of which exists twice for a moment.
+    # DDP moves parameters into buffers, the largest of which exists twice for a moment.
     copied = 2 * max(counts.dense_half, counts.expert_half, 2 * counts.dense_fp32, 2 * counts.expert_fp32)
-    copied = copied if optim.name == "adamw" else 0
     phases = {
         START: weights + gradients + max(copied, states.master),
         FORWARD_BACKWARD: base + passes.peak,
@@ -201,10 +202,10 @@ def require_fit(inputs: PlanInputs, room_bytes: int) -> TrainingPlan:
 
 
 def ways_to_fit(inputs: PlanInputs) -> list[tuple[str, int]]:
-    """Keys that lower a plan, each alone, with the peak that it would leave."""
+    """Keys that lower a plan, each alone and allowed beside the others, with the peak that it would leave."""
     optim, passes = inputs.optim, inputs.passes
     changed: list[tuple[str, PlanInputs]] = []
-    if optim.name == "adamw" and optim.offload == "none":
+    if (optim.name, optim.offload, optim.fused) == ("adamw", "none", "none"):
         changed.append(("optim.offload=cpu", replace(inputs, optim=optim.model_copy(update={"offload": "cpu"}))))
         if inputs.dp == inputs.expert_dp == 1:
             eight = optim.model_copy(update={"name": "adamw8bit"})
@@ -214,7 +215,8 @@ def ways_to_fit(inputs: PlanInputs) -> list[tuple[str, int]]:
             settings = replace(passes.settings, recompute=mode)
             changed.append((f"train.recompute={mode}", replace(inputs, passes=replace(passes, settings=settings))))
     half = passes.tokens // 2
-    changed.append((f"train.microbatch_tokens={half}", replace(inputs, passes=replace(passes, tokens=half))))
+    if half >= inputs.least_tokens:
+        changed.append((f"train.microbatch_tokens={half}", replace(inputs, passes=replace(passes, tokens=half))))
     return [(key, plan_training(other).peak[1]) for key, other in changed]
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 from bailing_mtp.config import MtpConfig
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.contracts.sites import DraftSites, HeadRows
-from bailing_mtp.losses.chunked import chunk_tokens_for
-from bailing_mtp.losses.fused_head import fused_chunk_tokens
-from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, head_outputs, reach
+from bailing_mtp.losses.heads import HeadOptions, HeadOutputs, chosen_chunk_tokens, head_outputs, reach
 from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.model.trunk import sequence_shard
 from bailing_mtp.training.state import TrainState
@@ -127,9 +125,8 @@ class PretrainObjective:
         hidden = state.trunk(batch, replay)
         weight_vH = state.trunk_module.head_weight
         kernels = state.trunk_module.head_kernels
-        tokens_for = chunk_tokens_for if kernels is None else fused_chunk_tokens
         options = HeadOptions(
-            chunk_tokens=self.chunk_tokens or tokens_for(weight_vH.shape[0]),
+            chunk_tokens=self.chunk_tokens or chosen_chunk_tokens(weight_vH.shape[0], kernels),
             objective=self.mtp.objective,
             detach_mtp=self.mtp.detach,
             temperature=policy_temperature,

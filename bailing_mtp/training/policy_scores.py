@@ -15,8 +15,7 @@ from torch import Tensor
 
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.contracts.sites import HeadRows
-from bailing_mtp.losses.chunked import chunk_tokens_for
-from bailing_mtp.losses.heads import HeadOptions, head_outputs
+from bailing_mtp.losses.heads import HeadOptions, chosen_chunk_tokens, head_outputs
 from bailing_mtp.model.replay import RouteReplay
 from bailing_mtp.model.trunk import BailingModel
 from bailing_mtp.parallel.context import ParallelContext
@@ -51,7 +50,9 @@ def _token_logprobs(
     hidden = trunk(padded, RouteReplay.of(padded.routes_TLk, context) if replays else None)
     if context.tp > 1:
         hidden = gather_from_sequence_parallel_region(hidden, group=context.tp_group)
-    options = HeadOptions(chunk_tokens_for(trunk.head_weight.shape[0]), policy_temperature=temperature)
+    kernels = trunk.head_kernels
+    chunk_tokens = chosen_chunk_tokens(trunk.head_weight.shape[0], kernels)
+    options = HeadOptions(chunk_tokens, policy_temperature=temperature, kernels=kernels)
     rows = HeadRows.of(padded, n_depths=0)
     heads = head_outputs(hidden.squeeze(1), (), trunk.head_weight, padded, context.tp_group, options, rows)
     # A site predicts the next token; the batch keeps values at the token.

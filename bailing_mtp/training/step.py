@@ -40,7 +40,7 @@ def train_step(state: TrainState, microbatches: Sequence[TokenBatch], objective:
     gathered = accumulate_gradients(state, microbatches, objective)
     metrics = _means(state, objective, gathered)
     try:
-        _require_finite_losses(state, metrics, gathered)
+        _require_finite_losses(metrics)
         with router_bias_kept(state):
             finish_gradients(state)
             state.scheduler.step(1)
@@ -115,7 +115,7 @@ def _gradients_stay_local(state: TrainState, active: bool) -> Iterator[None]:
         yield
 
 
-def _require_finite_losses(state: TrainState, metrics: dict[str, float], gathered: Accumulated) -> None:
+def _require_finite_losses(metrics: dict[str, float]) -> None:
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
         raise TrainingDiverged(f"{', '.join(bad)} is not finite")

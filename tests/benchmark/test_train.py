@@ -9,6 +9,7 @@ import torch
 
 from bailing_mtp.config import ConfigError
 from bailing_mtp.contracts.architecture import Architecture
+from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.training.flops import training_flops
 from bailing_mtp.training.optimizer_state import rank_states
 from recipes import bench_train, bench_train_arms, bench_train_parts, bench_train_run, bench_train_size
@@ -144,6 +145,24 @@ def test_the_timed_optimizer_is_the_one_that_is_asked_for(on_cpu):
     state = bench_train.make_state(_config("optim=adamw8bit"), smallest(), on_cpu, arm)
     assert rank_states(state.optimizer)
     assert not rank_states(bench_train.make_state(_config(), smallest(), on_cpu, arm).optimizer)
+
+
+def test_the_model_is_built_for_the_optimizer(on_cpu, monkeypatch: pytest.MonkeyPatch):
+    class Seen(Exception):
+        pass
+
+    def build(arch: Architecture, settings: ModelSettings, *_: object, **__: object) -> None:
+        raise Seen(settings.fused_weight_gradients, settings.expert_bias_rate)
+
+    arm = next(bench_train_arms.arms((64,)))
+    monkeypatch.setattr(bench_train, "build_model", build)
+    for arguments, expected in (
+        ((), (False, 1e-3)),
+        (("optim.fused=apex", "optim.expert_bias_rate=2e-3"), (True, 2e-3)),
+    ):
+        with pytest.raises(Seen) as seen:
+            bench_train.make_state(_config(*arguments), smallest(), on_cpu, arm)
+        assert seen.value.args == expected
 
 
 def test_a_gpu_is_needed():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bailing_mtp.config import GrpoConfig, PretrainConfig, UserError, build_config
+from bailing_mtp.config import DpoConfig, GrpoConfig, PretrainConfig, UserError, build_config
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.memory import MemoryPlan
@@ -46,7 +46,7 @@ def grpo(*arguments: str) -> GrpoConfig:
     return build_config(GrpoConfig, plain)
 
 
-def source_of(config: GrpoConfig | PretrainConfig) -> Source:
+def source_of(config: DpoConfig | GrpoConfig | PretrainConfig) -> Source:
     arch = Architecture.from_hf(config.model.architecture, "model.architecture", strict=True)
     return Source(arch=arch, directory=None, holds_mtp=True, router_dtype=None)
 
@@ -64,6 +64,13 @@ def test_the_mtp_layer_is_trained_or_frozen_or_absent(context: ParallelContext):
     )
     assert absent.trained == frozen.trained < trained.trained
     assert absent.weight_bytes < frozen.weight_bytes == trained.weight_bytes
+
+
+def test_a_microbatch_holds_its_longest_rows(context: ParallelContext):
+    assert inputs_of(context, "data.seq_tokens=300").least_tokens == 300
+    arguments = ["model=tiny", "data.path=x", "train.steps=2", "data.seq_tokens=300"]
+    pairs = build_config(DpoConfig, compose(DpoConfig, "dpo", arguments, run_dir="out"))
+    assert plan_inputs(pairs, source_of(pairs), context).least_tokens == 600
 
 
 def test_a_reference_model_is_a_trunk(context: ParallelContext):

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ import torch
 from bailing_mtp.config import MtpConfig, OptimConfig, RlConfig
 from bailing_mtp.contracts.policy import PolicyBatch
 from bailing_mtp.contracts.samples import SamplingParams
+from bailing_mtp.kernels.reference import head as head_kernels
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rl.samples import PolicyRow, make_policy_batch
 from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.rollout.stats import RolloutStats
+from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.policy import PolicyObjective
 from bailing_mtp.training.policy_scores import with_logprobs
 from bailing_mtp.training.state import DdpOptions, TrainState, build_state
@@ -64,6 +67,16 @@ def test_the_ratio_of_an_unchanged_policy_is_one(context: ParallelContext, tempe
     metrics = train_step(state, [batch], PolicyObjective(RlConfig(), SOFT, temperature)).metrics
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4) and metrics["policy/clipped"] == 0
     assert metrics["rollout/logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("kernels", [None, head_kernels], ids=["torch", "one pass"])
+def test_old_log_probabilities_are_the_objectives_bit_for_bit(context: ParallelContext, kernels: ModuleType | None):
+    state = models.fixture_state(context)
+    state.trunk_module.head_kernels = kernels
+    batch = make_policy_batch(roll(engine_of(state)))
+    (scored,) = with_logprobs([batch], "old_logprob_T", state.trunk_module, context, 0.7)
+    ours_T = PretrainObjective(MtpConfig()).heads(state, batch, 0.7).log_prob_T.detach().roll(1)
+    assert torch.equal(scored.old_logprob_T[batch.loss_mask_T], ours_T[batch.loss_mask_T])
 
 
 def test_a_second_minibatch_has_true_ratios(context: ParallelContext):

@@ -146,10 +146,12 @@ def test_a_signal_ends_a_run_after_the_step_in_progress(
 
 
 def test_an_oversampled_run_carries_samples_over_and_continues_exactly(tokenizer: Path, tmp_path: Path):
-    """Five rows at a time, so that the eight prompts' samples end apart; stopped with some of them under way."""
+    """Five rows at a time, so that the eight prompts' samples end apart; stopped with some of them under way. With
+    8-bit states, whose rounding must continue, too."""
     arguments = (
         "train.steps=6", "rl.oversample=2.0", "rl.carry_limit=3", "rl.truncate_importance=2.0",
-        "rollout.max_running=5", "checkpoint.save_every=3", "mtp=detached", "rl.routing_replay=true",
+        "rollout.max_running=5", "checkpoint.save_every=3", "mtp=detached", "rl.routing_replay=true", "optim=adamw8bit",
+        "model.dtype=bf16",
     )  # fmt: skip
     rows = run(tokenizer, tmp_path / "whole", *arguments)
     assert [row["rollout/samples_trained"] for row in rows] == [16] * 6
@@ -166,7 +168,7 @@ def test_an_oversampled_run_carries_samples_over_and_continues_exactly(tokenizer
 
 
 def test_a_frozen_layer_drafts_and_stays_in_the_checkpoint(tokenizer: Path, tmp_path: Path):
-    arguments = ("train.steps=1", "rl=gspo", "sampling.top_p=0.9", "rl.refill=true")
+    arguments = ("train.steps=1", "rl=gspo", "sampling.top_p=0.9", "rl.refill=true", "optim=adamw8bit")
     (row,) = run(tokenizer, tmp_path / "run", *arguments)
     assert row["rollout/accept_depth1"] > 0 and row["policy/ratio_gap"] < 1e-5
     # What was sampled is cut by top-p, which a prediction from logits does not know.

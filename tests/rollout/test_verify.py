@@ -164,7 +164,7 @@ def test_a_fork_continues_like_its_source(context, moe):
     ids, other = rig.tokens(24), rig.tokens(24, seed=1)
     rig.prefill([(0, 0, ids[:6])])
     speculate(rig, [0], [ids], 2, [1])
-    rig.memory.copy_slot(0, 3)
+    rig.memory.copy_slots(torch.tensor([0]), torch.tensor([3]))
     # Position 8 begins the third block of four tokens: both may share the first two only.
     rig.memory.assign_blocks(3, 2, [rig.free_blocks.pop() for _ in range(5)])
     branch = torch.cat((ids[:8], other))
@@ -179,7 +179,7 @@ def test_a_copied_block_holds_the_same_rows(context, moe):
     rig.prefill([(0, 0, ids[:6])])
     table = rig.memory.slots.block_table_NM
     fresh = [rig.free_blocks.pop() for _ in range(4)]
-    rig.memory.copy_slot(0, 2)
+    rig.memory.copy_slots(torch.tensor([0]), torch.tensor([2]))
     rig.memory.copy_block(int(table[0, 1]), fresh[0])
     rig.memory.assign_blocks(2, 1, fresh)
     branch = torch.cat((ids[:6], rig.tokens(8, seed=3)))

@@ -190,6 +190,20 @@ def test_a_run_that_cannot_fit_is_refused_with_ways_to_fit(context: ParallelCont
     assert require_fit(smaller, room) == plan_training(smaller)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_weights_move_into_buffers_at_the_start(context: ParallelContext, name: str):
+    built, optim = build_model(preset("tiny"), PLAIN, context, with_mtp=False), OptimConfig(name=name)
+    before = {n: p.data_ptr() for n, p in built.trunk.named_parameters()}
+    build_state(built, context, optim, 10)
+    assert not [n for n, p in built.trunk.named_parameters() if p.data_ptr() == before[n]]
+    counts = count_model(built.modules)
+    plan = plan_training(PlanInputs(counts, PassSizes(preset("tiny"), PLAIN, 64), optim, OFF))
+    expected = 2 * max(counts.dense_half, counts.expert_half)
+    if name == "adamw":
+        expected = max(expected, optimizer_states(counts, optim, 1, 1).master)
+    assert plan.phases["start"] == counts.weight_bytes + 4 * counts.trained + expected
+
+
 def test_the_reserve_counts(context: ParallelContext):
     inputs = inputs_of(context, 4, OFF, "full", OptimConfig())
     peak = plan_training(inputs).peak[1]
@@ -224,10 +238,15 @@ def test_ways_to_fit_are_ways_that_exist(context: ParallelContext):
         dataclasses.replace(inputs, expert_dp=2),
         dataclasses.replace(inputs, optim=OptimConfig(offload="cpu")),
         dataclasses.replace(inputs, optim=OptimConfig(name="adamw8bit")),
+        # apex updates neither.
+        dataclasses.replace(inputs, optim=OptimConfig(fused="apex")),
     ):
         keys = {key for key, _ in ways_to_fit(other)}
         assert "optim.name=adamw8bit" not in keys
         assert ("optim.offload=cpu" in keys) == (other.optim == OptimConfig())
+    for least_tokens, halves in ((4096, True), (4097, False)):
+        keys = {key for key, _ in ways_to_fit(dataclasses.replace(inputs, least_tokens=least_tokens))}
+        assert ("train.microbatch_tokens=4096" in keys) == halves
 
 
 def test_eight_bit_states_are_those_of_a_run(context: ParallelContext):
@@ -245,4 +264,3 @@ def test_eight_bit_states_are_updated_in_pieces(context: ParallelContext):
     inputs = inputs_of(context, 4, OFF, "full", OptimConfig(name="adamw8bit"))
     states = optimizer_states(inputs.counts, inputs.optim, 1, 1)
     assert step_bytes(inputs.counts, inputs.optim, states) == 2**25 * 6
-    assert plan_training(inputs).phases["start"] == inputs.counts.weight_bytes + 4 * inputs.counts.trained

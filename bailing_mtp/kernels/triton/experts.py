@@ -24,7 +24,7 @@ FEW_ASSIGNMENTS = 32
 
 
 @triton.jit
-def _sort(order_A, begin_e, count_e, ids, first_expert, A, n_local: tl.constexpr, A_TILE: tl.constexpr):
+def _sort(order_A, begin_e, count_e, ids, first_expert, A, A_TILE: tl.constexpr):
     """Program e lists the assignments of expert e, after those of all lower experts of this rank."""
     expert = tl.program_id(0)
     lower = 0
@@ -45,7 +45,7 @@ def _sort(order_A, begin_e, count_e, ids, first_expert, A, n_local: tl.constexpr
 
 
 @triton.jit
-def _assigned(ids, order_A, begin_e, count_e, block, shared_blocks, first_expert, R, k: tl.constexpr,
+def _assigned(ids, begin_e, count_e, block, shared_blocks, first_expert, R, k: tl.constexpr,
               M_TILE: tl.constexpr, K_PAD: tl.constexpr, LISTED: tl.constexpr):  # fmt: skip
     """First place and number of a block's assignments; without lists, also each row's assignment (-1: none)."""
     begin, count = block * M_TILE, tl.minimum(R - block * M_TILE, M_TILE)
@@ -99,7 +99,7 @@ def _gate_up(
         width, up = tl.where(routed, f, F_SHARED), tl.where(routed, F * H, F_SHARED * H)
         weights = tl.where(routed, weights, shared_gate_up)
     begin, count, own_a_m = _assigned(
-        ids, order_A, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
+        ids, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
     )
     count = tl.where(tl.program_id(0) * N_TILE < width, count, 0)
     in_n = ids_n < width
@@ -143,7 +143,7 @@ def _down(
         width, stride = tl.where(routed, f, F_SHARED), tl.where(routed, F, F_SHARED)
         weights = tl.where(routed, weights, shared_down)
     begin, count, own_a_m = _assigned(
-        ids, order_A, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
+        ids, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
     )
     columns_cn = weights + ids_n[None, :] * stride + ids_c[:, None]
     for m in range(0, count, M_TILE):
@@ -284,9 +284,7 @@ def _lists(ids_Rk: Tensor, first_expert: int, n_local: int) -> tuple[Tensor, Ten
     order_A = torch.empty(A, dtype=torch.int32, device=device)
     begin_e, count_e = (torch.empty(n_local, dtype=torch.int32, device=device) for _ in range(2))
     tile = min(1024, triton.next_power_of_2(A))
-    _sort[(n_local,)](
-        order_A, begin_e, count_e, ids_Rk, first_expert, A, n_local=n_local, A_TILE=tile, num_warps=4
-    )
+    _sort[(n_local,)](order_A, begin_e, count_e, ids_Rk, first_expert, A, A_TILE=tile, num_warps=4)
     return order_A, begin_e, count_e
 
 
