@@ -9,7 +9,7 @@ from bailing_mtp.training.optimizer_state import allocate, optimizer_shards, ran
 from bailing_mtp.training.state import TrainState
 from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.sharded.state import ModuleTable
-from bailing_mtp.weights.stored import read_json
+from bailing_mtp.weights.stored import CheckpointError, read_json
 
 from .failure import fail_together
 from .sources import Source
@@ -50,6 +50,8 @@ def continue_run(source: Source, state: TrainState, data: Position) -> None:
         table, (rank, world_size) = module_table(state, source), (state.context.rank, state.context.world_size)
         table.fill_optimizer(optimizer_shards(state.optimizer), checkpoint)
         table.fill_rank_states(rank_states(state.optimizer), rank, world_size, checkpoint)
+    except CheckpointError as caught:
+        error = caught
     except ValueError as caught:
         error = UserError(f"{checkpoint.directory}: {caught}")
     fail_together(error)
