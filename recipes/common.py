@@ -6,12 +6,12 @@ A recipe ends with `run(main, PretrainConfig, "pretrain")`.
 import sys
 from collections.abc import Callable
 
-from bailing_mtp.config import RunConfig, Section, build_config, check_backends, show
+from bailing_mtp.config import RunConfig, Section, UserError, build_config, check_backends, show
 
 from .compose import compose
 from .failure import user_errors
 from .ranks import Ranks
-from .rundir import check_run_dir, default_run_dir, open_run_dir, require_run_dir
+from .rundir import check_run_dir, default_run_dir, open_run_dir, require_run_dir, withdraw_run_dir
 from .stack import stack_note
 
 
@@ -26,8 +26,14 @@ def run[ConfigT: RunConfig](
     ranks = Ranks.from_environment()
     with user_errors(ranks):
         config = prepare(config_cls, config_name, sys.argv[1:], ranks)
-        if config is not None:
+        if config is None:
+            return
+        try:
             verb_main(config)
+        except (UserError, OSError):
+            if ranks.is_first:
+                withdraw_run_dir(config)
+            raise
 
 
 def prepare[ConfigT: RunConfig](

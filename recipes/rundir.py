@@ -87,6 +87,15 @@ def open_run_dir(config: RunConfig) -> list[str]:
     return []
 
 
+def withdraw_run_dir(config: RunConfig) -> None:
+    """Take back what open_run_dir wrote, where nothing else came of the start: a mistake that was found later does not
+    claim the directory that the corrected command names again. Rank 0 only."""
+    run_dir = Path(config.run_dir)
+    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {RESOLVED, JOB}:
+        for name in (RESOLVED, JOB):
+            (run_dir / name).unlink(missing_ok=True)
+
+
 def note_in_resolved(config: RunConfig, note: str) -> None:
     """Append a comment to the resolved config: a fact of the run's start that no key says. Rank 0 only."""
     with (Path(config.run_dir) / RESOLVED).open("a", encoding="utf-8") as stream:

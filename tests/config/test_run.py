@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bailing_mtp.config import ConfigError, PretrainConfig, build_config
+from bailing_mtp.config import ConfigError, PretrainConfig, UserError, build_config
+from recipes import common
 from recipes.common import prepare
 from recipes.failure import user_errors
 from recipes.ranks import Ranks
@@ -99,6 +100,24 @@ def test_another_runs_directory_is_refused_untouched(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file; name a directory"):
         prepared(f"run_dir={tmp_path}/file")
+
+
+def test_a_start_that_is_refused_late_does_not_claim_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["pretrain", "experiment=demo", f"run_dir={run_dir}"])
+
+    def refused(config: PretrainConfig) -> None:
+        assert (run_dir / "config.resolved.yaml").is_file()
+        raise UserError("data.path: line 3 is no object")
+
+    def failed_later(config: PretrainConfig) -> None:
+        (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+        raise UserError("step 2: the loss is not finite")
+
+    for main, left in ((refused, set()), (failed_later, {"config.resolved.yaml", "metrics.jsonl"})):
+        with pytest.raises(SystemExit):
+            common.run(main, PretrainConfig, "pretrain")
+        assert {path.name for path in run_dir.iterdir()} == left
 
 
 def test_a_run_with_a_checkpoint_continues_and_says_what_changed(
