@@ -71,34 +71,26 @@ class ColumnLinear(_Linear, TEColumnParallelLinear):
     """As layers.ColumnLinear: [s, 1, in] -> [T, 1, out / tp]."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, tp_group: ProcessGroup) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            config=config,
-            init_method=_left_unfilled,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=tp_group,
-        )
+        super().__init__(in_features, out_features, gather_output=False, **_sharded(config, tp_group))
 
 
 class RowLinear(_Linear, TERowParallelLinear):
     """As layers.RowLinear: [T, 1, in / tp] -> [s, 1, out]."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, tp_group: ProcessGroup) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            config=config,
-            init_method=_left_unfilled,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=tp_group,
-        )
+        super().__init__(in_features, out_features, input_is_parallel=True, **_sharded(config, tp_group))
+
+
+def _sharded(config: TransformerConfig, tp_group: ProcessGroup) -> dict[str, Any]:
+    """What both tensor-parallel linears are made with."""
+    return {
+        "config": config,
+        "init_method": _left_unfilled,
+        "bias": False,
+        "skip_bias_add": False,
+        "is_expert": False,
+        "tp_group": tp_group,
+    }
 
 
 class Experts(StackedExperts):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.adamw8bit import OptimizerConfig, PackedAdamW8bit
 from bailing_mtp.training.optimizer_state import rank_states
 from bailing_mtp.training.state import build_state
@@ -17,14 +17,6 @@ from tests.mtp import models
 
 pytestmark = pytest.mark.gpu
 SIZES = (5 * 2**20 + 3 * 2**13, 2**22, 2**18 + 300, 100_000, 1536, 128)
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 def mains_of(dtype: torch.dtype) -> list[Tensor]:

@@ -6,20 +6,12 @@ from torch import Tensor
 
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.model.settings import ModelSettings
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.scoring import Scores, score_batch
 from tests.distributed.golden import golden_batch
 from tests.distributed.worlds import fixture_model
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 def _score(

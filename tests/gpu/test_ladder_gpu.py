@@ -18,7 +18,7 @@ from torch import Tensor
 from bailing_mtp.config import OptimConfig
 from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
 from bailing_mtp.model.build import BuiltModel
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.requests import Limits
 from bailing_mtp.rollout.results import packed_words
 from bailing_mtp.training.state import TrainState, build_state
@@ -35,15 +35,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 VOCAB = ladder.CUT["vocab_size"]
 MIB = 2**20
 ROWS = 16
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from bailing_mtp.config import MtpConfig, OptimConfig
 from bailing_mtp.model.build import build_model, build_on_meta
 from bailing_mtp.model.settings import ModelSettings
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.activations import PassSizes, pass_bytes
 from bailing_mtp.training.memory_plan import FORWARD_BACKWARD, GIB, STEP, PlanInputs, count_model, plan_training
 from bailing_mtp.training.objective import PretrainObjective
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.gpu
 FAST = ModelSettings(torch.bfloat16, torch.bfloat16, kda="fla", experts="grouped", kernels="triton")
 LENGTHS = (3072, 4096, 1024)
 OFF, JOINT, DEEP = MtpConfig(), MtpConfig(loss_scale=0.3), MtpConfig(loss_scale=0.3, depth=2, objective="soft")
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 def test_planning_takes_no_memory(context: ParallelContext):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.optimizer_state import optimizer_shards
 from bailing_mtp.training.state import build_state
 from bailing_mtp.training.step import train_step
@@ -13,14 +13,6 @@ from tests.distributed import worlds
 from tests.mtp import models
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

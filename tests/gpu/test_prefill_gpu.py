@@ -19,7 +19,7 @@ from bailing_mtp.kernels.reference import decode as decode_twins
 from bailing_mtp.kernels.reference import prefill as prefill_twins
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.memory import MemoryPlan, RolloutMemory
 from bailing_mtp.rollout.prefill import PrefillPlan, prefill_kernels
 from bailing_mtp.rollout.program import Program
@@ -33,15 +33,6 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CUT = {"num_hidden_layers": 4, "vocab_size": 2048}
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from bailing_mtp.kernels import attention
 from bailing_mtp.kernels.reference import attention as attention_twin
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
-from bailing_mtp.parallel.context import ParallelContext, build_context, destroy_context
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import build_state
 from bailing_mtp.training.step import train_step
@@ -37,14 +37,6 @@ FP32 = ModelSettings(torch.float32, torch.float32)
 BF16 = ModelSettings(torch.bfloat16, torch.bfloat16, kda="fla", expert_bias_rate=1e-3)
 FAST = dataclasses.replace(BF16, experts="grouped", kernels="triton")
 LENGTHS = (700, 1, 300, 23)
-
-
-@pytest.fixture(scope="module")
-def context():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    yield build_context(1, 1, seed=0, device_type="cuda")
-    destroy_context()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
