@@ -77,7 +77,7 @@ def write_charts(runs: Sequence[Run], target: Path) -> list[Path]:
 
 def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure | None:
     """One figure, its panels below each other; None if no run holds a metric of the first."""
-    runs = [Run(run.label, [_with_predicted(row) for row in run.rows]) for run in runs]
+    runs = [_with_predicted(run) for run in runs]
     filled = [(panel, keys) for panel in panels for keys in _groups(panel, runs)]
     if not filled or filled[0][0] is not panels[0]:
         return None
@@ -89,13 +89,19 @@ def draw(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure | None:
     return figure
 
 
-def _with_predicted(row: dict[str, Any]) -> dict[str, Any]:
-    """Adds 1 + a1 + a1 a2 + ...: the accept length that acceptance at each depth promises, unless the run predicts."""
-    by_depth = {key: row[key] for key in row if re.fullmatch(r"mtp/accept_depth\d+", key)}
-    shares = [by_depth[key] for key in sorted(by_depth, key=depth_of)]
-    if not shares or None in shares or "predicted/accept_length" in row:
-        return row
-    return {**row, "predicted/accept_length": 1 + sum(accumulate(shares, lambda a, b: a * b))}
+def _with_predicted(run: Run) -> Run:
+    """Adds 1 + a1 + a1 a2 + ... where every depth has its acceptance: the accept length that they promise, unless the
+    run predicts."""
+    names = {key for row in run.rows for key in row}
+    depths = sorted((key for key in names if re.fullmatch(r"mtp/accept_depth\d+", key)), key=depth_of)
+    if not depths or "predicted/accept_length" in names:
+        return run
+    return Run(run.label, [{**row, "predicted/accept_length": _promised(row, depths)} for row in run.rows])
+
+
+def _promised(row: dict[str, Any], depths: Sequence[str]) -> float | None:
+    shares = [row.get(key) for key in depths]
+    return None if None in shares else 1 + sum(accumulate(shares, lambda a, b: a * b))
 
 
 def _groups(panel: Panel, runs: Sequence[Run]) -> list[list[str]]:

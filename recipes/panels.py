@@ -4,6 +4,7 @@ One run: its metrics together, one colour each. Several runs: one metric, one co
 dashed, with a mark at each evaluation.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,24 +74,40 @@ def _with_metric(title: str, metric: str) -> str:
 
 
 def _line(axes: Axes, run: Run, key: str, label: str, colour: str, smooth: bool) -> None:
-    points = [(row["step"], row[key]) for row in run.rows if row.get(key) is not None]
-    if not points:
+    held = [index for index, row in enumerate(run.rows) if row.get(key) is not None]
+    if not held:
         return
-    steps, values = zip(*points, strict=True)
     if key.startswith("valid/"):
+        steps, values = zip(*((run.rows[index]["step"], run.rows[index][key]) for index in held), strict=True)
         axes.plot(steps, values, "--o", color=colour, markersize=3.5, linewidth=1.2, label=f"{label}, held out")
         return
-    if smooth and len(points) >= SMOOTH_FROM_POINTS:
+    rows = run.rows[held[0] : held[-1] + 1]
+    steps = [row["step"] for row in rows]
+    # A log point that measured nothing breaks the line.
+    values = [math.nan if row.get(key) is None else row[key] for row in rows]
+    if smooth and len(held) >= SMOOTH_FROM_POINTS:
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
         values = _running_mean(values)
-    axes.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="o" if len(points) == 1 else None)
+    alone = _without_neighbours(values)
+    axes.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="o", markersize=3.5, markevery=alone)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Mean over the 5 % of the points around each; it starts at the first point, and ends with what there is."""
+    """Mean over the 5 % of the points around each; it starts at the first point, ends with what there is, and has the
+    gaps of `values`."""
     half = max(1, len(values) // 40)
-    windows = (values[max(0, i - half) : i + min(i, half) + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    means = []
+    for i, value in enumerate(values):
+        around = values[max(0, i - half) : i + min(i, half) + 1]
+        known = [x for x in around if not math.isnan(x)]
+        means.append(value if math.isnan(value) else sum(known) / len(known))
+    return means
+
+
+def _without_neighbours(values: Sequence[float]) -> list[int]:
+    """Points between gaps, which no line shows."""
+    is_gap = [True, *map(math.isnan, values), True]
+    return [i for i in range(len(values)) if is_gap[i] and not is_gap[i + 1] and is_gap[i + 2]]
 
 
 def metric_name(key: str) -> str:

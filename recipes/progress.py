@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -110,10 +110,7 @@ class RunProgress:
         step = self._policy.state.step
         for batches, result in zip(minibatches, results, strict=True):
             self._report.add(batches, result.counts["tokens"])
-        values = {
-            name: first if name in OF_THE_START else statistics.fmean(result.metrics[name] for result in results)
-            for name, first in results[0].metrics.items()
-        }
+        values = _over_steps([result.metrics for result in results])
         rollouts.switched(sum(result.metrics.get(OFFLOAD_S, 0.0) for result in results))
         values["policy/ratio_gap"] = abs(results[0].metrics["policy/ratio"] - 1.0)
         steps = self._config.train.steps
@@ -137,6 +134,15 @@ class RunProgress:
     def _warn(self, text: str) -> None:
         if self._context.is_writer:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the optimizer steps that have it, or its first."""
+    found: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: values[0] if name in OF_THE_START else statistics.fmean(values) for name, values in found.items()}
 
 
 def _described(prompts: PromptLoader) -> str:

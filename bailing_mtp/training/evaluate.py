@@ -25,7 +25,8 @@ class HeldOut(Protocol):
 
 
 def evaluate(state: TrainState, held_out: HeldOut, objective: Objective, n_steps: int) -> dict[str, float]:
-    """Means over the next `n_steps` steps' worth of `held_out`, the same on every rank, under valid/ names.
+    """Means over the next `n_steps` steps' worth of `held_out`, the same on every rank, under valid/ names; a metric
+    without a site is left out.
 
     Without gradients and in eval mode, so router counts, expert bias and weights stay as they are. The loader is
     rewound, so every call sees the same batches. Collective over all ranks.
@@ -41,7 +42,7 @@ def evaluate(state: TrainState, held_out: HeldOut, objective: Objective, n_steps
     held_out.load_state_dict(start)
     known = {**counts, **totals}
     names = objective.denominators().items()
-    return {valid_name(name): totals[name] / known[per] if known[per] else 0.0 for name, per in names}
+    return {valid_name(name): totals[name] / known[per] for name, per in names if known[per]}
 
 
 def valid_name(name: str) -> str:

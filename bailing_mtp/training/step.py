@@ -25,7 +25,8 @@ class StepResult:
     """What one optimizer step did, the same on every rank but for times and memory."""
 
     metrics: dict[str, float]
-    """Means over the step's sites, the total loss, gradient norms, learning rate, cost of offloading."""
+    """Means over the step's sites (none where it has no such site), the total loss, gradient norms, learning rate,
+    cost of offloading."""
     counts: dict[str, float]
     """Sites by count name, and `tokens` and `padding_tokens`, over all ranks and microbatches."""
 
@@ -146,9 +147,11 @@ def _means(state: TrainState, objective: Objective, gathered: Accumulated) -> di
     summed = state.context.sum_over_dp([*gathered.sums.values(), gathered.total])
     by_name = dict(zip(names, summed[:-1], strict=True))
     divisors = gathered.counts | by_name
+    # A mean over no site is none: as 0 it would read as a perfect loss.
     means = {
-        name: by_name[name] / divisors[divisor] if divisors[divisor] else 0.0
+        name: by_name[name] / divisors[divisor]
         for name, divisor in objective.denominators().items()
+        if divisors[divisor]
     }
     return {"train/loss": summed[-1], **means}
 

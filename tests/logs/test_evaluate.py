@@ -81,6 +81,11 @@ def test_equals_what_a_training_step_reports_before_its_update(state: TrainState
     assert evaluate(state, Held(batches), worlds.OBJECTIVE, n_steps=2)["valid/lm_loss"] != valid["valid/lm_loss"]
 
 
+def test_a_metric_without_a_site_is_left_out(state: TrainState):
+    valid = evaluate(state, Held(worlds.microbatches(1, lengths=(2, 2))), worlds.OBJECTIVE, n_steps=1)
+    assert "valid/lm_loss" in valid and not any("depth1" in name for name in valid)
+
+
 def test_names():
     assert valid_name("train/lm_loss") == "valid/lm_loss"
     assert valid_name("mtp/accept_depth2") == "valid/mtp_accept_depth2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -203,16 +204,22 @@ def test_gradient_of_eh_proj_is_the_mean_over_the_six_targets(state: TrainState)
 
 
 def test_no_valid_target_is_zero_loss_and_finite(state: TrainState):
-    """Documents of two tokens have no MTP site: loss 0, zero gradients of the layer, no NaN."""
-    batch = models.pack((2, 2, 2, 1))
+    """Documents of two tokens have no MTP site: loss 0, zero gradients of the layer, no NaN, and no MTP metric, since
+    0 would read as a perfect layer. Documents of three have one of depth 1, and none deeper."""
     objective = models.objective(objective="soft", depth=2)
-    result = train_step(state, [batch], objective)
-    assert result.counts["sites_depth1"] == result.counts["sites_depth2"] == 0
-    assert all(result.metrics[f"mtp/{name}"] == 0 for name in ("loss_depth1", "loss_depth2", "grad_norm"))
-    assert all(torch.isfinite(torch.tensor(value)) for value in result.metrics.values())
+    for lengths, depths in (((2, 2, 2, 1), set()), ((3, 3, 2), {1})):
+        result = train_step(state, [models.pack(lengths)] * 2, objective)
+        assert {depth for depth in (1, 2) if result.counts[f"sites_depth{depth}"]} == depths
+        found = {name for name in result.metrics if "_depth" in name}
+        assert found == {f"mtp/{what}_depth{depth}" for what in ("loss", "top1", "accept") for depth in depths}
+        assert (result.metrics["mtp/grad_norm"] > 0) == bool(depths)
+        assert all(math.isfinite(value) for value in result.metrics.values())
+        assert all(torch.isfinite(tensor).all() for tensor in models.weights(state).values())
+    batch = models.pack((2, 2, 2, 1))
     nothing = dataclasses.replace(batch, loss_mask_T=torch.zeros_like(batch.loss_mask_T))
     result = train_step(state, [nothing], objective)
     assert result.metrics["train/loss"] == result.metrics["train/grad_norm"] == 0
+    assert "train/lm_loss" not in result.metrics
 
 
 def test_prompt_logits_do_not_touch_the_loss():

@@ -1,6 +1,7 @@
 """Charts hold the numbers of metrics.jsonl, in axes that say what they show."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,30 @@ def test_noisy_series_get_a_mean_that_ends_where_they_do():
     assert max(abs(y - 100) for y in mean.get_ydata()[1:-1]) < 4
     (short,) = draw([Run("a", wobble[: n_steps - 1])], CHARTS["throughput"]).axes[0].lines
     assert list(short.get_ydata()) == [row["train/tokens_per_second"] for row in wobble[: n_steps - 1]]
+
+
+def test_a_log_point_that_measured_nothing_is_a_gap():
+    shares = [0.9, 0.8, None, 0.7, None, 0.6, 0.5]
+    rows = [
+        {"step": n, "mtp/accept_depth1": 0.5, "valid/mtp_accept_depth1": 0.4 if n in (1, 7) else None}
+        | ({} if share is None else {"mtp/accept_depth2": share})
+        for n, share in enumerate(shares, start=1)
+    ]
+    axes = axes_of(draw([Run("a", rows)], CHARTS["acceptance"]), "Drafts that the trunk would accept")
+    whole, held_out, broken = axes.lines
+    assert list(whole.get_ydata()) == [0.5] * 7 and whole.get_markevery() == []
+    assert list(held_out.get_data()[0]) == [1, 7]
+    expected = [math.nan if share is None else share for share in shares]
+    assert list(broken.get_ydata()) == pytest.approx(expected, nan_ok=True)
+    # The point between two gaps belongs to no line, so that it has a mark.
+    assert broken.get_markevery() == [3]
+    promised = lines_of(axes_of(draw([Run("a", rows)], CHARTS["accept_length"]), "Tokens per verify step"))
+    values = [math.nan if share is None else 1.5 + 0.5 * share for share in shares]
+    assert promised["predicted from acceptance"][1] == pytest.approx(values, nan_ok=True)
+
+    many = [{"step": n, "train/tokens_per_second": None if n == 9 else 100.0} for n in range(2 * SMOOTH_FROM_POINTS)]
+    _, mean = draw([Run("a", many)], CHARTS["throughput"]).axes[0].lines
+    assert [n for n, y in enumerate(mean.get_ydata()) if math.isnan(y)] == [9] and mean.get_ydata()[8] == 100.0
 
 
 def test_depths_come_in_order_and_empty_charts_not_at_all():
