@@ -67,7 +67,7 @@ def read_samples(path: Path, arch: Architecture) -> SampleDocuments:
         documents = read_input(path, arch.vocab_size)
         return SampleDocuments(documents, (0,) * len(documents.lengths))
     ids, lengths, first_sites = [], [], []
-    for record, origin in jsonl_records(path, BadLines("fail")):
+    for record, origin in jsonl_records(path, BadLines("fail", can_skip=False)):
         prompt, response = (_ids(record, key, origin, arch.vocab_size) for key in ("prompt_ids", "response_ids"))
         if prompt and response:
             ids += [*prompt, *response]

@@ -12,6 +12,7 @@ from bailing_mtp.data.records import BadRecord, prompt_of, text_of
 from bailing_mtp.data.sources import BadLines, jsonl_records
 from bailing_mtp.data.tokenizer import Tokenizer, load_tokenizer
 from bailing_mtp.errors import UserError
+from bailing_mtp.rollout.requests import Limits, check_prompt
 
 from .sources import Source
 
@@ -44,21 +45,44 @@ class PromptReader:
     seed: int
     tokenizer: Tokenizer | None
     chat: Callable[[], ChatFormat]
+    vocab_size: int
+    max_positions: int
+    """Of the model: most tokens of prompt and response."""
+    context_tokens: int | None = None
+    """rollout.context_tokens."""
 
     def read(self, path: Path) -> list[Prompt]:
         """Every line of a file, its place among them being its index. UserError naming file and line."""
         prompts: list[Prompt] = []
-        for record, origin in jsonl_records(path, BadLines("fail")):
+        for record, origin in jsonl_records(path, BadLines("fail", can_skip=False)):
             try:
-                prompts.append(self._prompt(record, len(prompts)))
+                prompt = self._prompt(record, len(prompts))
             except ConfigError as error:
                 lines = [f"{origin}: sampling.{problem}" for problem in error.problems]
                 raise UserError("\n".join(lines)) from None
             except (BadRecord, UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from None
+            self._check(prompt, origin)
+            prompts.append(prompt)
         if not prompts:
             raise UserError(f"prompts: {path} holds no prompt; allowed: at least one line")
         return prompts
+
+    def _check(self, prompt: Prompt, origin: str) -> None:
+        """What the engine would refuse, before any weight is read."""
+        tokens = len(prompt.prompt_ids) + prompt.sampling.max_new_tokens
+        if self.context_tokens is None and tokens > self.max_positions:
+            raise UserError(
+                f"{origin}: {len(prompt.prompt_ids)} prompt tokens and sampling.max_new_tokens="
+                f"{prompt.sampling.max_new_tokens} exceed the model's {self.max_positions} positions"
+            )
+        limits = Limits(
+            context_tokens=self.context_tokens or self.max_positions,
+            max_running=1,
+            max_stops=self.vocab_size,
+            max_suppressed=self.vocab_size,
+        )
+        check_prompt(prompt, self.tokenizer, self.vocab_size, limits, origin)
 
     def _prompt(self, record: Any, index: int) -> Prompt:
         given = [form for form in _FORMS if form in record] if isinstance(record, Mapping) else []
@@ -102,6 +126,9 @@ def sampling_params(sampling: SamplingConfig, seed: int) -> SamplingParams:
 
 def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | None) -> list[Prompt]:
     """The prompts of a run. Raises UserError, before any weight is read."""
+    arch, context_tokens = source.arch, config.rollout.context_tokens
+    if (context_tokens or 0) > arch.max_positions:
+        raise ConfigError(f"rollout.context_tokens: {context_tokens} exceeds the model's {arch.max_positions} positions")
 
     def chat() -> ChatFormat:
         path = tokenizer_path(config, source)
@@ -111,4 +138,7 @@ def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | 
         except UserError as error:
             raise UserError(str(error).replace("data.chat_template", "chat_template")) from None
 
-    return PromptReader(config.sampling, config.seed, tokenizer, chat).read(Path(config.prompts))
+    reader = PromptReader(
+        config.sampling, config.seed, tokenizer, chat, arch.vocab_size, arch.max_positions, context_tokens
+    )
+    return reader.read(Path(config.prompts))

@@ -14,6 +14,8 @@ from .ranks import Ranks
 RESOLVED = "config.resolved.yaml"
 JOB = ".job"
 """Holds RUN_JOB of the launch that made the directory."""
+DATA = "data"
+"""Holds token shards, which are used again only where they are of the same documents."""
 
 
 def default_run_dir(verb: str, ranks: Ranks) -> str:
@@ -91,9 +93,11 @@ def withdraw_run_dir(config: RunConfig) -> None:
     """Take back what open_run_dir wrote, where nothing else came of the start: a mistake that was found later does not
     claim the directory that the corrected command names again. Rank 0 only."""
     run_dir = Path(config.run_dir)
-    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {RESOLVED, JOB}:
+    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {RESOLVED, JOB, DATA}:
         for name in (RESOLVED, JOB):
             (run_dir / name).unlink(missing_ok=True)
+        if (run_dir / DATA).is_dir() and not any((run_dir / DATA).iterdir()):
+            (run_dir / DATA).rmdir()
 
 
 def note_in_resolved(config: RunConfig, note: str) -> None:

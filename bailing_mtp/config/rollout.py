@@ -71,7 +71,7 @@ class SamplingConfig(Section):
     top_p: Fraction = 1.0
     """Keep the likeliest tokens while the mass before them is <= top_p; 1 = all."""
     min_new_tokens: NonNegativeInt = 0
-    """Response tokens before a stop token may be drawn."""
+    """Response tokens before a stop token may be drawn, or a stop string may end the response."""
     max_new_tokens: PositiveInt = 256
     """Longest response in tokens."""
     seed: NonNegativeInt | None = None

@@ -40,12 +40,16 @@ class BadDocument(UserError):
 
 
 class BadLines:
-    """What to do with bad lines: raise at the first, or skip and count them."""
+    """What to do with bad lines: raise at the first, or skip and count them.
 
-    def __init__(self, policy: BadLinePolicy = "fail") -> None:
+    can_skip: whether the user could have chosen to skip them, and is told so.
+    """
+
+    def __init__(self, policy: BadLinePolicy = "fail", can_skip: bool = True) -> None:
         if policy not in ("fail", "skip"):
             raise UserError(f"data.bad_lines: {policy!r} is not supported; allowed: fail, skip")
         self.policy = policy
+        self._hint = " (data.bad_lines=skip leaves such lines out)" if can_skip else ""
         self.n_skipped = 0
         self.first: str | None = None
         """The first skipped line's message."""
@@ -54,7 +58,7 @@ class BadLines:
         """Raise BadDocument, or count the line, by policy."""
         message = f"{origin}: {reason}"
         if self.policy == "fail":
-            raise BadDocument(f"{message} (data.bad_lines=skip leaves such lines out)")
+            raise BadDocument(message + self._hint)
         self.n_skipped += 1
         self.first = self.first or message
 
@@ -253,6 +257,8 @@ def jsonl_records(file: Path, bad_lines: BadLines) -> Iterator[tuple[Any, str]]:
             origin = f"{file}:{number}"
             try:
                 record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                bad_lines.report(origin, f"not UTF-8 at byte {error.start}")
             except (ValueError, RecursionError) as error:
                 bad_lines.report(origin, f"not valid JSON ({error})")
             else:

@@ -92,9 +92,11 @@ def stop_ids_of(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, .
     return tuple(dict.fromkeys((*sampling.stop_token_ids, *eos_ids)))
 
 
-def check_prompt(prompt: Prompt, tokenizer: TextTokenizer | None, vocab_size: int, limits: Limits) -> None:
-    """Raise UserError, naming the prompt, for a request that could not run."""
-    sampling, where = prompt.sampling, f"prompt {prompt.index}"
+def check_prompt(
+    prompt: Prompt, tokenizer: TextTokenizer | None, vocab_size: int, limits: Limits, origin: str | None = None
+) -> None:
+    """Raise UserError, naming the prompt or its origin, for a request that could not run."""
+    sampling, where = prompt.sampling, origin or f"prompt {prompt.index}"
     stop_ids = stop_ids_of(prompt, tokenizer)
     tokens = len(prompt.prompt_ids) + sampling.max_new_tokens
     if not prompt.prompt_ids:

@@ -83,7 +83,8 @@ class RolloutSession:
         self._rules = self._rules.joined(rules_of(sampling))
         stop_ids = stop_ids_of(prompt, tokenizer)
         for row in rows:
-            watch = StopStrings(sampling.stop_strings, tokenizer.decode) if sampling.stop_strings else None
+            strings, least = sampling.stop_strings, sampling.min_new_tokens
+            watch = StopStrings(strings, tokenizer.decode, least) if strings else None
             request = self._requests[row] = Request(prompt, group.rollout_step, row, stop_ids, watch)
             if row.response:
                 request.go_on(begun[row.sample_index])

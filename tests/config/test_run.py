@@ -114,7 +114,20 @@ def test_a_start_that_is_refused_late_does_not_claim_its_directory(tmp_path: Pat
         (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
         raise UserError("step 2: the loss is not finite")
 
-    for main, left in ((refused, set()), (failed_later, {"config.resolved.yaml", "metrics.jsonl"})):
+    def bad_line(config: PretrainConfig) -> None:
+        (run_dir / "data").mkdir()
+        refused(config)
+
+    def after_tokenising(config: PretrainConfig) -> None:
+        (run_dir / "data" / "shards").mkdir(parents=True)
+        refused(config)
+
+    for main, left in (
+        (refused, set()),
+        (bad_line, set()),
+        (after_tokenising, {"data"}),
+        (failed_later, {"config.resolved.yaml", "metrics.jsonl", "data"}),
+    ):
         with pytest.raises(SystemExit):
             common.run(main, PretrainConfig, "pretrain")
         assert {path.name for path in run_dir.iterdir()} == left

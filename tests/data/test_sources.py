@@ -135,7 +135,7 @@ def test_missing_empty_and_foreign_paths(tmp_path: Path) -> None:
 BAD_LINES = {
     b"{": "not valid JSON",
     b"[" * 100_000: "not valid JSON",
-    b'{"text": "\xff"}': "not valid JSON",
+    b'{"text": "\xff"}': "not UTF-8 at byte 10",
     b'["text"]': 'no "text"',
     b'{"body": "x"}': 'no "text"',
     b'{"text": 3}': '"text" is a int',

@@ -83,8 +83,10 @@ def test_files_of_one_rank_and_of_two_replicas(tmp_path: Path):
 def test_a_mistake_ends_the_run_and_leaves_the_output(tmp_path: Path):
     (tmp_path / "out.jsonl").write_text("kept")
     result = generate(tmp_path, "rollout.context_tokens=12")
-    message = "error: prompt 2: 30 prompt tokens and sampling.max_new_tokens=8 exceed rollout.context_tokens=12"
-    assert result.returncode == 1 and result.stderr.splitlines()[-1] == message, result.stderr
+    message = "p.jsonl:3: 30 prompt tokens and sampling.max_new_tokens=8 exceed rollout.context_tokens=12"
+    assert result.returncode == 1 and result.stderr.splitlines()[-1] == f"error: {tmp_path}/{message}", result.stderr
+    # Nothing was loaded for it.
+    assert "parameters on this rank" not in result.stdout
     assert (tmp_path / "out.jsonl").read_text() == "kept" and not list(tmp_path.glob("*.partial*"))
 
 

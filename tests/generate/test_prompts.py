@@ -1,5 +1,6 @@
 """Lines of a prompts file, and the config of the verb."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,7 +20,10 @@ def tokenizer() -> Tokenizer:
 
 
 def reader(tokenizer: Tokenizer | None, directory: Path = Path("."), **sampling: object) -> PromptReader:
-    return PromptReader(SamplingConfig(**sampling), 6, tokenizer, lambda: open_format("plain", tokenizer, directory))
+    """Of a model of 512 ids and 300 positions."""
+    return PromptReader(
+        SamplingConfig(**sampling), 6, tokenizer, lambda: open_format("plain", tokenizer, directory), 512, 300
+    )
 
 
 def lines(path: Path, *records: object) -> Path:
@@ -55,6 +59,13 @@ def test_three_forms_and_own_sampling(tmp_path: Path, tokenizer: Tokenizer):
         ({"prompt_ids": [1], "sampling": {"top_p": 0}}, "p.jsonl:1: sampling.top_p: 0 is not allowed"),
         ({"prompt_ids": [1], "sampling": {"seed": 2**32}}, "p.jsonl:1: sampling.seed: 4294967296; allowed: 0 to"),
         ({"prompt_ids": [1], "sampling": 3}, '"sampling" is no object'),
+        ({"prompt_ids": [1, 512]}, "p.jsonl:1: prompt_ids: 512 is no token; allowed: 0 to 511"),
+        ({"prompt_ids": [-1]}, "p.jsonl:1: prompt_ids: -1 is no token"),
+        ({"prompt_ids": []}, "p.jsonl:1: has no tokens"),
+        ({"prompt_ids": [1], "sampling": {"stop_token_ids": [512]}}, "p.jsonl:1: sampling.stop_token_ids: 512 is no"),
+        ({"prompt_ids": [1], "sampling": {"suppress_token_ids": [512]}}, "p.jsonl:1: sampling.suppress_token_ids: 512"),
+        ({"prompt_ids": [1], "sampling": {"stop_strings": ["x"]}}, "p.jsonl:1: sampling.stop_strings need a tokenizer"),
+        ({"prompt_ids": [1] * 45}, "45 prompt tokens and sampling.max_new_tokens=256 exceed the model's 300 positions"),
         ([1], "p.jsonl:1: holds no prompt"),
         ("{", "p.jsonl:1: not valid JSON"),
         ("", "holds no prompt"),
@@ -63,7 +74,20 @@ def test_three_forms_and_own_sampling(tmp_path: Path, tokenizer: Tokenizer):
 def test_bad_lines_name_file_and_line(tmp_path: Path, record: object, message: str):
     with pytest.raises(UserError) as caught:
         reader(None).read(lines(tmp_path / "p.jsonl", record))
-    assert message in str(caught.value)
+    # Such lines are never left out here.
+    assert message in str(caught.value) and "data.bad_lines" not in str(caught.value)
+
+
+def test_a_line_that_is_not_utf8_and_one_that_is_longer_than_the_context(tmp_path: Path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt_ids": [1]}\n{"prompt": "\xff"}')
+    with pytest.raises(UserError, match=r"p\.jsonl:2: not UTF-8 at byte 12$"):
+        reader(None).read(tmp_path / "p.jsonl")
+    file = lines(tmp_path / "p.jsonl", {"prompt_ids": [1, 2], "sampling": {"max_new_tokens": 9}})
+    narrow = dataclasses.replace(reader(None), context_tokens=10)
+    told = r"p\.jsonl:1: 2 prompt tokens and sampling.max_new_tokens=9 exceed rollout.context_tokens=10$"
+    with pytest.raises(UserError, match=told):
+        narrow.read(file)
+    assert len(dataclasses.replace(narrow, context_tokens=11).read(file)) == 1
 
 
 def config(*arguments: str) -> GenerateConfig:

@@ -59,3 +59,12 @@ def test_each_of_several_strings_and_a_long_response():
     watcher = StopStrings(["zz", "aj"], decode)
     assert watcher.add([1] * 500) is None
     assert watcher.add([0, 9]) == 2
+
+
+def test_no_string_ends_a_response_before_its_least_length():
+    """Tokens a f g h f g h: the first "fgh" is complete at 4, the second at 7."""
+    tokens = [0, 5, 6, 7, 5, 6, 7, 9]
+    for least, kept in ((4, 4), (5, 7), (7, 7), (8, None)):
+        watcher = StopStrings(["fgh"], decode, least)
+        found = watcher.add(tokens[:3])
+        assert found is None and watcher.add(tokens[3:]) == (None if kept is None else kept - 3)
