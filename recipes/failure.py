@@ -10,13 +10,15 @@ from bailing_mtp.config import UserError
 
 from .ranks import Ranks
 
+OF_FILES = (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""A user's mistakes whatever they name; any other OSError is one if it names a file (a full or read-only disk)."""
 # The launcher ends the other ranks within about a second of the first exit.
 FIRST_RANK_PRINTS_WITHIN_S = 10.0
 
 
 @contextmanager
 def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) -> Iterator[None]:
-    """Turn a UserError, or a file that cannot be opened, into one message and exit code 1.
+    """Turn a UserError, or a file that cannot be read or written, into one message and exit code 1.
 
     A mistake in the config meets all ranks alike, so the first rank prints it at once and the launcher then
     ends the others while they wait. A rank that outlives `patience_s` failed alone, and says so itself.
@@ -31,7 +33,9 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
         with ExitStack() as stack:
             stack.push(name_rank)
             yield
-    except (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except (UserError, OSError) as error:
+        if not isinstance(error, OF_FILES) and error.filename is None:
+            raise
         if not ranks.is_first:
             time.sleep(patience_s)
         print(_message(error, ranks), file=sys.stderr, flush=True)

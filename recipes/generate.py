@@ -17,6 +17,7 @@ def main(config: GenerateConfig) -> None:
     from bailing_mtp.weights.names import Shard
     from bailing_mtp.weights.view import publish
 
+    from .outputs import require_writable
     from .prompts import open_tokenizer, read_prompts
     from .samples_file import SampleFiles
     from .session import find_source, join_ranks, leave_ranks, make_model, rollout_notes
@@ -28,6 +29,7 @@ def main(config: GenerateConfig) -> None:
         read_draft_ids(config.rollout.draft_vocabulary, source.arch.vocab_size)
     tokenizer = open_tokenizer(config, source)
     prompts = read_prompts(config, source, tokenizer)
+    require_writable("output", config.output)
     context = join_ranks(config, source.arch)
     built = make_model(config, source, context, with_mtp=drafts > 0)
     for module in built.modules:

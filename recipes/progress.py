@@ -1,8 +1,7 @@
 """What a grpo run shows and keeps: live line, log points, warnings, samples, checkpoints."""
 
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -26,9 +25,7 @@ from .report import Report
 from .rollouts import Rollouts
 from .session import Source
 from .stop_signal import StopSignal
-
-OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
-"""Metrics that mean the weights that rolled out, so the first of several optimizer steps."""
+from .update import over_steps
 
 
 class RunProgress:
@@ -110,7 +107,7 @@ class RunProgress:
         step = self._policy.state.step
         for batches, result in zip(minibatches, results, strict=True):
             self._report.add(batches, result.counts["tokens"])
-        values = _over_steps([result.metrics for result in results])
+        values = over_steps([result.metrics for result in results])
         rollouts.switched(sum(result.metrics.get(OFFLOAD_S, 0.0) for result in results))
         values["policy/ratio_gap"] = abs(results[0].metrics["policy/ratio"] - 1.0)
         steps = self._config.train.steps
@@ -134,15 +131,6 @@ class RunProgress:
     def _warn(self, text: str) -> None:
         if self._context.is_writer:
             print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
-def _over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the optimizer steps that have it, or its first."""
-    found: dict[str, list[float]] = {}
-    for metrics in steps:
-        for name, value in metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: values[0] if name in OF_THE_START else statistics.fmean(values) for name, values in found.items()}
 
 
 def _described(prompts: PromptLoader) -> str:

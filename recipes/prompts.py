@@ -128,7 +128,7 @@ def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | 
     """The prompts of a run. Raises UserError, before any weight is read."""
     arch, context_tokens = source.arch, config.rollout.context_tokens
     if (context_tokens or 0) > arch.max_positions:
-        raise ConfigError(f"rollout.context_tokens: {context_tokens} exceeds the model's {arch.max_positions} positions")
+        raise ConfigError(f"rollout.context_tokens: {context_tokens}; allowed: at most {arch.max_positions}")
 
     def chat() -> ChatFormat:
         path = tokenizer_path(config, source)

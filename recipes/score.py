@@ -21,11 +21,13 @@ def main(config: ScoreConfig) -> None:
     from bailing_mtp.log import ProgressLine
     from bailing_mtp.training.scoring import score_batch
 
+    from .outputs import require_writable
     from .scores import Result, pack_documents, read_input, write_output
     from .session import find_source, join_ranks, leave_ranks, make_model
 
     source = find_source(config)
     documents = read_input(Path(config.input), source.arch.vocab_size)
+    require_writable("output", config.output)
     context = join_ranks(config, source.arch)
     built = make_model(config, source, context, with_mtp=source.holds_mtp)
     for module in built.modules:

@@ -1,6 +1,7 @@
 """One update of grpo: rollouts of the policy as it is, their rewards, optimizer steps on them."""
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,9 @@ from .backlog import Backlog
 from .judge import Judge
 from .policy import Policy
 from .rollouts import Rollouts
+
+OF_THE_START = ("rollout/logprob_gap", "rollout/route_agreement")
+"""Metrics that mean the weights that rolled out, so the first of several optimizer steps."""
 
 
 class Watcher(Protocol):
@@ -62,3 +66,12 @@ def update(
         minibatches = policy.minibatches(rollouts.rows())
         results = [train_step(state, batches, objective) for batches in minibatches]
     return Update(rollouts, minibatches, results)
+
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the optimizer steps of an update that have it, or its first."""
+    found: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: values[0] if name in OF_THE_START else statistics.fmean(values) for name, values in found.items()}

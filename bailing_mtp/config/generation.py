@@ -1,5 +1,6 @@
 """Config of the verb that generates."""
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
@@ -33,6 +34,6 @@ class GenerateConfig(RunConfig):
 
     @model_validator(mode="after")
     def _output_is_not_input(self) -> Self:
-        if self.prompts == self.output:
+        if Path(self.prompts).resolve() == Path(self.output).resolve():
             raise ConfigError(f"output: {self.output!r} is also prompts; name another file")
         return self

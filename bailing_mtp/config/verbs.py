@@ -1,5 +1,6 @@
 """One frozen config per recipe; the tree mirrors the YAML under conf/."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -109,7 +110,7 @@ class ScoreConfig(RunConfig):
     def _output_is_not_input(self) -> Self:
         if self.output is None and self.report == "none":
             raise ConfigError("output: null is only for report=acceptance; give the safetensors file to write")
-        if self.input == self.output:
+        if self.output is not None and Path(self.input).resolve() == Path(self.output).resolve():
             raise ConfigError(f"output: {self.output!r} is also the input; name another file")
         return self
 

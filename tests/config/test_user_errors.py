@@ -1,9 +1,11 @@
 """Every error that a user can mend ends a run with its message alone."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from bailing_mtp.config import ConfigError, GenerateConfig, ScoreConfig, build_config
 from bailing_mtp.contracts.hf_config import UnsupportedArchitecture
 from bailing_mtp.data.packing import check_pack_sizes
 from bailing_mtp.data.shards import ShardError
@@ -12,6 +14,7 @@ from bailing_mtp.data.tokenizer import load_tokenizer, train_tokenizer
 from bailing_mtp.errors import UserError
 from bailing_mtp.weights.checkpoint_files import CheckpointError
 from recipes.failure import user_errors
+from recipes.outputs import require_writable
 from recipes.ranks import Ranks
 
 FIRST = Ranks(rank=0, world_size=1, host="here")
@@ -46,3 +49,32 @@ def test_data_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 def test_the_systems_file_errors_name_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     message = ended(capsys, lambda: (tmp_path / "none").read_text())
     assert message == f"error: {tmp_path}/none: No such file or directory\n"
+
+
+def test_a_disk_that_takes_nothing_is_named_and_other_failures_keep_their_traceback(capsys: pytest.CaptureFixture[str]):
+    def refuse(*names: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", *names)
+
+    assert ended(capsys, lambda: refuse("/disk/run")) == "error: /disk/run: Read-only file system\n"
+    with pytest.raises(OSError, match="Read-only"), user_errors(FIRST):
+        refuse()
+
+
+def test_an_output_that_cannot_be_written_is_refused_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("kept")
+    for name, why in (("", "is a directory; name a file"), ("file/out", r"cannot be written \(.+\); name a file in")):
+        with pytest.raises(ConfigError, match=f"^output: '{tmp_path / name}' {why}"):
+            require_writable("output", str(tmp_path / name))
+    require_writable("output", str(tmp_path / "file"))
+    require_writable("output", str(tmp_path / "new" / "out"))
+    assert (tmp_path / "file").read_text() == "kept" and not any((tmp_path / "new").iterdir())
+    # The first rank writes, so it alone looks.
+    monkeypatch.setenv("RANK", "1")
+    require_writable("output", str(tmp_path))
+
+
+@pytest.mark.parametrize(("cls", "key"), [(ScoreConfig, "input"), (GenerateConfig, "prompts")])
+def test_an_output_is_never_the_input_by_another_name(tmp_path: Path, cls: type, key: str):
+    values = {"run_dir": "r", "checkpoint": {"load": "c"}, key: f"{tmp_path}/a", "output": f"{tmp_path}/x/../a"}
+    with pytest.raises(ConfigError, match="^output: .*; name another file"):
+        build_config(cls, values)

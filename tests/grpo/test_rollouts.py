@@ -16,6 +16,7 @@ from bailing_mtp.training.acceptance import Ratio
 from recipes.judge import Scores
 from recipes.predicted import FallAlarm, parted, predicted_metrics
 from recipes.rollouts import Rollouts
+from recipes.update import over_steps
 from tests.rl.test_advantages_and_samples import sample
 
 BASE = {
@@ -174,3 +175,10 @@ def test_settings_of_drafts_need_drafts(setting: dict):
     check_backends(build_config(GrpoConfig, BASE | {"rollout": setting | {"speculative_tokens": 1}}), has_gpu=False)
     with pytest.raises(ConfigError, match="needs rollout.speculative_tokens > 0"):
         build_config(GrpoConfig, BASE | {"rollout": setting})
+
+
+def test_a_step_without_a_metric_has_no_part_in_its_mean():
+    steps = [{"policy/loss": 1.0, "rollout/logprob_gap": 0.25}, {"policy/loss": 3.0, "rollout/logprob_gap": 9.0}]
+    steps.append({"policy/loss": 5.0, "mtp/loss_depth1": 0.5, "rollout/logprob_gap": 9.0})
+    expected = {"policy/loss": 3.0, "rollout/logprob_gap": 0.25, "mtp/loss_depth1": 0.5}
+    assert over_steps(steps) == expected and list(over_steps(steps)) == list(expected)

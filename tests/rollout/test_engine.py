@@ -12,6 +12,7 @@ from bailing_mtp.contracts.samples import Prompt, SamplingParams
 from bailing_mtp.model.build import BuiltModel
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.memory import GIB, MemoryPlan
+from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.session import RolloutSession
 from bailing_mtp.weights.names import Shard
 from bailing_mtp.weights.view import StaleWeights
@@ -38,6 +39,36 @@ def test_greedy_with_drafts_is_greedy_without(
         assert engine.stats.accepted == engine.stats.reached and engine.stats.summary()["accept_length"] > 0.7 * (k + 1)
     else:
         assert 0 < sum(engine.stats.accepted) < sum(engine.stats.reached)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_rejected_draft_costs_no_second_forward(
+    small: BuiltModel, alone: ParallelContext, monkeypatch: pytest.MonkeyPatch, k: int
+):
+    """One pass of the trunk a step, whatever was rejected, and none of the MTP layer without drafts."""
+    calls = dict.fromkeys(("verify", "mtp_refresh", "mtp_step", "mtp_row", "prefill"), 0)
+
+    def counted(name: str, real):
+        def call(*arguments, **more):
+            calls[name] += 1
+            return real(*arguments, **more)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(Program, name, counted(name, getattr(Program, name)))
+    prompts = random_prompts(4, VOCAB, SAMPLED)
+    engine = make_engine(small, alone, k, max_running=4)
+    engine.generate(prompts)
+    stats = engine.stats
+    assert k == 0 or 0 < sum(stats.accepted) < sum(stats.reached)
+    # A step that was launched before the last rows were known to have ended is no step of the statistics.
+    assert 0 <= calls["verify"] - stats.steps <= 1 and calls["prefill"] <= len(prompts)
+    n_mtp = calls["verify"] if k else 0
+    # A row's first token has a pass of its own.
+    drafted = calls["mtp_step"] - calls["mtp_row"]
+    assert (calls["mtp_refresh"], drafted) == (n_mtp, max(0, k - 1) * n_mtp)
+    assert (calls["mtp_row"] > 0) == (k > 0)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
