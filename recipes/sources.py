@@ -16,6 +16,8 @@ from bailing_mtp.weights.sharded.reader import ShardedCheckpoint
 from bailing_mtp.weights.sharded.save import complete_checkpoints
 from bailing_mtp.weights.stored import TORCH_DTYPES, CheckpointError
 
+from .same_sizes import require_same_sizes
+
 # What may differ when a run continues: it changes neither the weights that come out, beyond rounding, nor the data.
 MAY_CHANGE = (
     "run_dir", "log", "parallel", "checkpoint", "train.log_every", "train.eval_every", "train.eval_steps",
@@ -51,7 +53,7 @@ class Source:
 
 def find_source(config: RunConfig, resumes: bool = False) -> Source:
     """Read the architecture from the run's last checkpoint (`resumes`, and checkpoint.resume=auto), else from
-    checkpoint.load, else from model.architecture. Raises UserError.
+    checkpoint.load, else from model.architecture. Raises UserError, also where the last two differ.
     """
     last = complete_checkpoints(Path(config.run_dir) / "checkpoints")[-1:] if resumes else []
     if last and config.checkpoint.resume == "auto":
@@ -70,7 +72,10 @@ def find_source(config: RunConfig, resumes: bool = False) -> Source:
             f"checkpoint.load: {config.checkpoint.load!r} is not a directory; allowed: an HF checkpoint, or a "
             "sharded one (<run_dir>/checkpoints/step_<n>)"
         )
-    return _open(directory)
+    source = _open(directory)
+    if config.model.architecture is not None:
+        require_same_sizes(config.model.architecture, source.arch, directory)
+    return source
 
 
 def require_mtp(source: Source, config: RunConfig, loss_scale: float | None) -> Source:

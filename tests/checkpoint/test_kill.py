@@ -42,11 +42,13 @@ def test_a_rank_killed_while_saving_loses_nothing(tmp_path: Path) -> None:
     lines = [{"text": " ".join(str(words.randrange(100)) for _ in range(40))} for _ in range(60)]
     data, run_dir = tmp_path / "text.jsonl", tmp_path / "run"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = (f"run_dir={run_dir}", f"data.path={data}")
+    common = (f"run_dir={run_dir}", f"data.path={data}", "log.wandb=offline")
     killed = start(
         (*LAUNCHER, "-m", "tests.checkpoint.killed"), *common, "parallel.tp=2", "parallel.ep=2", KILL_RANK="1"
     )
     assert killed.returncode != 0
+    # Of two ranks one logs.
+    (logged,) = (run_dir / "wandb").glob("offline-run-*")
     root = run_dir / "checkpoints"
     left = sorted(path.name for path in root.iterdir()) if root.exists() else []
     assert left == [".step_4.partial", "latest", "step_2"], killed.stderr[-3000:]
@@ -59,6 +61,8 @@ def test_a_rank_killed_while_saving_loses_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step_6"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    both = sorted((run_dir / "wandb").glob("offline-run-*"))
+    assert logged in both and len(both) == 2 and len({path.name.rpartition("-")[2] for path in both}) == 1
     assert all(row["time/checkpoint_stall_s"] > 0 for row in rows if row["step"] == 6)
 
 

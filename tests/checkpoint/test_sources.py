@@ -137,6 +137,17 @@ def test_both_kinds_load(tmp_path: Path) -> None:
     assert hf.sharded is None and sharded.sharded is not None and not sharded.resumes
 
 
+def test_a_model_beside_a_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    """Its sizes would not be used, so that a run would not be what its config says."""
+    write_checkpoint(tmp_path / "hf", tiny_config())
+    load = {"checkpoint__load": str(tmp_path / "hf")}
+    same_sizes = find_source(config(**load, model__architecture={**tiny_config(), "num_nextn_predict_layers": 0}))
+    assert same_sizes.holds_mtp and same_sizes.arch == find_source(config(**load)).arch
+    hidden = tiny_config()["hidden_size"]
+    with pytest.raises(ConfigError, match=rf"^model\.architecture: .*hf \(hidden_size 512 against {hidden}\); allowed"):
+        find_source(config(**load, model__architecture={**tiny_config(), "hidden_size": 512}))
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     for name in ("step_2", "step_10", "step_30", ".step_40.partial", "step_x"):

@@ -84,6 +84,10 @@ def test_resolved_config_builds_the_same_run(tmp_path: Path):
     config = prepared(f"run_dir={tmp_path}/run", "optim.lr=0.125")
     saved = OmegaConf.to_container(OmegaConf.load(tmp_path / "run" / "config.resolved.yaml"))
     assert build_config(PretrainConfig, saved) == config
+    # The file alone is a config to start from.
+    again = ["--config-dir", str(tmp_path / "run"), "--config-name", "config.resolved", f"run_dir={tmp_path}/again"]
+    found = prepare(PretrainConfig, "pretrain", [*again, "seed=9"], ALONE)
+    assert found == config.model_copy(update={"run_dir": f"{tmp_path}/again", "seed": 9})
 
 
 def test_another_runs_directory_is_refused_untouched(tmp_path: Path):
