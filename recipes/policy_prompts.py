@@ -1,14 +1,17 @@
 """The prompts of grpo: those that are trained, and those that are held out."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bailing_mtp.config import GrpoConfig, UserError
 from bailing_mtp.data.prompts import PromptLoader
-from bailing_mtp.data.records import open_records
+from bailing_mtp.data.records import BadRecord, open_records
 from bailing_mtp.data.sources import Split
 from bailing_mtp.data.tokenizer import Tokenizer
+from bailing_mtp.rl.rewards import RewardRefused, require_judgeable
+from bailing_mtp.rollout.requests import Limits, check_prompt
 
 from .dialogues import open_tokens
 from .prompts import sampling_params
@@ -33,7 +36,13 @@ def open_prompts(config: GrpoConfig, source: Source) -> Prompts:
 
     def load(path: str, samples: int, split: Split, apart_from: PromptLoader | None = None) -> PromptLoader:
         records = open_records(path, data.bad_lines, config.seed, split)
-        return PromptLoader(records, chat, params, samples, most_tokens, config.seed, apart_from)
+        return PromptLoader(records, chat, params, samples, most_tokens, config.seed, apart_from, judgeable)
+
+    def judgeable(record: Mapping[str, Any]) -> None:
+        try:
+            require_judgeable(config.rl.reward, record)
+        except RewardRefused as error:
+            raise BadRecord(f"{error}, which rl.reward={config.rl.reward} compares with") from None
 
     train, valid = load(data.path, sampling.samples_per_prompt, "train"), None
     if data.valid_path is not None:
@@ -41,7 +50,29 @@ def open_prompts(config: GrpoConfig, source: Source) -> Prompts:
             valid = load(data.valid_path, config.train.eval_samples, "valid", train)
         except (UserError, FileNotFoundError) as error:
             raise UserError(str(error).replace("data.path: ", "data.valid_path: ")) from None
+    _check_sampling(train, valid, tokenizer, source, config)
     return Prompts(tokenizer, train, valid)
+
+
+def _check_sampling(
+    train: PromptLoader, valid: PromptLoader | None, tokenizer: Tokenizer, source: Source, config: GrpoConfig
+) -> None:
+    """What the engine would refuse, before any weight is read; all prompts have the same settings."""
+    arch = source.arch
+    longest = max(loader.longest_tokens for loader in (train, valid) if loader is not None)
+    tokens = longest + config.sampling.max_new_tokens
+    if tokens > arch.max_positions:
+        raise UserError(
+            f"data.seq_tokens: the longest prompt, {longest} tokens, and sampling.max_new_tokens="
+            f"{config.sampling.max_new_tokens} exceed the model's {arch.max_positions} positions"
+        )
+    limits = Limits(
+        context_tokens=config.rollout.context_tokens or tokens,
+        max_running=1,
+        max_stops=arch.vocab_size,
+        max_suppressed=arch.vocab_size,
+    )
+    check_prompt(train.prompt(0, 0), tokenizer, arch.vocab_size, limits, config.data.path)
 
 
 def write_prompts(prompts: PromptLoader, run_dir: Path, tokenizer: Tokenizer) -> None:

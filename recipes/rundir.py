@@ -14,6 +14,8 @@ from .ranks import Ranks
 RESOLVED = "config.resolved.yaml"
 JOB = ".job"
 """Holds RUN_JOB of the launch that made the directory."""
+METRICS = "metrics.jsonl"
+WANDB = "wandb"
 DATA = "data"
 """Holds token shards, which are used again only where they are of the same documents."""
 
@@ -56,7 +58,7 @@ def check_run_dir(config: RunConfig) -> list[str]:
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir: {config.run_dir!r} is a file; name a directory")
-    if not (run_dir / RESOLVED).exists() and not (run_dir / "metrics.jsonl").exists():
+    if not (run_dir / RESOLVED).exists() and not (run_dir / METRICS).exists():
         return []
     has_checkpoint = any(run_dir.glob("checkpoints/step_*"))
     if config.checkpoint.resume == "auto" and has_checkpoint:
@@ -93,8 +95,11 @@ def withdraw_run_dir(config: RunConfig) -> None:
     """Take back what open_run_dir wrote, where nothing else came of the start: a mistake that was found later does not
     claim the directory that the corrected command names again. Rank 0 only."""
     run_dir = Path(config.run_dir)
-    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {RESOLVED, JOB, DATA}:
-        for name in (RESOLVED, JOB):
+    metrics = run_dir / METRICS
+    if not run_dir.is_dir() or (metrics.is_file() and metrics.stat().st_size):
+        return
+    if {path.name for path in run_dir.iterdir()} <= {RESOLVED, JOB, DATA, METRICS, WANDB}:
+        for name in (RESOLVED, JOB, METRICS):
             (run_dir / name).unlink(missing_ok=True)
         if (run_dir / DATA).is_dir() and not any((run_dir / DATA).iterdir()):
             (run_dir / DATA).rmdir()

@@ -80,10 +80,12 @@ def key_paths(cls: type[Section]) -> tuple[str, ...]:
 
 
 def text_keys(cls: type[Section]) -> frozenset[str]:
-    """Dotted paths of the keys of `cls` that hold free text, such as paths."""
+    """Dotted paths of the keys of `cls` that hold one free text, such as paths; a list of texts is none."""
     keys = set()
     for path in key_paths(cls):
         field = _field_at(cls, tuple(path.split(".")))
+        if get_origin(field.annotation) is tuple:
+            continue
         if any(_is_text(kind) for kind in get_args(field.annotation) or (field.annotation,)):
             keys.add(path)
     return frozenset(keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,10 @@ class PromptLoader:
         most_tokens: int,
         seed: int = 0,
         apart_from: PromptLoader | None = None,
+        check: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
         """`most_tokens`: longer prompts are left out and counted, and so are those that `apart_from` holds too.
+        `check` raises BadRecord for a record that will not do.
         Raises UserError for a bad line (by policy), or where no prompt is left.
         """
         self._sampling, self._samples_per_prompt = sampling, samples_per_prompt
@@ -51,7 +53,9 @@ class PromptLoader:
         bad_lines, digest = BadLines(source.policy), hashlib.sha256()
         for record, origin in source.records(bad_lines):
             try:
-                token_ids = tuple(chat.encode_prompt(_prompt_in(record)))
+                prompt = _prompt_in(record)
+                check(record)
+                token_ids = tuple(chat.encode_prompt(prompt))
             except BadRecord as error:
                 bad_lines.report(origin, str(error))
                 continue

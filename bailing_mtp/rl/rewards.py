@@ -71,10 +71,7 @@ def exact(sample: dict[str, Any]) -> float:
 def reasoning_gym(sample: dict[str, Any]) -> float:
     """The score of the task that the record's metadata names as its source_dataset, in [0, 1]."""
     record = sample["record"]
-    task = (record.get("metadata") or {}).get("source_dataset")
-    if task is None or "answer" not in record:
-        raise RewardRefused("the record is no reasoning_gym entry: it needs answer and metadata.source_dataset")
-    return float(_scorer(task)(final_answer(sample["response"]), record))
+    return float(_scorer(_task(record))(final_answer(sample["response"]), record))
 
 
 def math_verify(sample: dict[str, Any]) -> float:
@@ -85,6 +82,22 @@ def math_verify(sample: dict[str, Any]) -> float:
     if not gold:
         raise RewardRefused(f"the answer {answer!r} is no mathematical value")
     return float(library.verify(gold, library.parse(final_answer(sample["response"]))))
+
+
+def require_judgeable(name: str, record: Mapping[str, Any]) -> None:
+    """Raise RewardRefused for a data line that lacks what the built-in reward `name` compares a response with."""
+    if name == "reasoning_gym":
+        _task(record)
+    elif name in ("exact", "math_verify"):
+        _answer({"answer": record.get("answer")})
+
+
+def _task(record: Mapping[str, Any]) -> str:
+    metadata = record.get("metadata")
+    task = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+    if task is None or "answer" not in record:
+        raise RewardRefused("the record is no reasoning_gym entry: it needs answer and metadata.source_dataset")
+    return task
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bailing_mtp.config import ConfigError, PretrainConfig, UserError, build_config
+from bailing_mtp.config import ConfigError, GenerateConfig, PretrainConfig, UserError, build_config
 from bailing_mtp.log import logger
 from recipes.compose import compose
 
@@ -31,6 +31,15 @@ def test_chosen_model_leaves_nothing_of_the_experiments_own():
 )
 def test_a_text_key_takes_any_text(text: str):
     assert composed("experiment=demo", f"data.path={text}")["data"]["path"] == text
+
+
+def test_a_list_of_texts_is_a_list():
+    arguments = ["checkpoint.load=c", "prompts=p", "output=o", "sampling.stop_strings=['a b','c,d','\n']"]
+    plain = compose(GenerateConfig, "generate", [*arguments, "sampling.stop_token_ids=[3,4]"], run_dir="out")
+    sampling = build_config(GenerateConfig, plain).sampling
+    assert sampling.stop_strings == ("a b", "c,d", "\n") and sampling.stop_token_ids == (3, 4)
+    none = compose(GenerateConfig, "generate", ["sampling.stop_strings=[]"], run_dir="out")
+    assert none["sampling"]["stop_strings"] == []
 
 
 def test_null_and_interpolation_still_work_in_a_text_key():

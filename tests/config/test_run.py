@@ -126,8 +126,13 @@ def test_a_start_that_is_refused_late_does_not_claim_its_directory(tmp_path: Pat
         (run_dir / "data" / "shards").mkdir(parents=True)
         refused(config)
 
+    def before_the_first_step(config: PretrainConfig) -> None:
+        (run_dir / "metrics.jsonl").touch()
+        refused(config)
+
     for main, left in (
         (refused, set()),
+        (before_the_first_step, set()),
         (bad_line, set()),
         (after_tokenising, {"data"}),
         (failed_later, {"config.resolved.yaml", "metrics.jsonl", "data"}),

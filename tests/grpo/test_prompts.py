@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bailing_mtp.config import GrpoConfig, build_config
 from bailing_mtp.contracts.samples import SamplingParams
 from bailing_mtp.data.chat import PlainFormat
 from bailing_mtp.data.prompts import PromptLoader
@@ -14,6 +15,10 @@ from bailing_mtp.data.records import open_records
 from bailing_mtp.data.sources import BadLines
 from bailing_mtp.data.tokenizer import Tokenizer, train_tokenizer
 from bailing_mtp.errors import UserError
+from bailing_mtp.rl.rewards import require_judgeable
+from recipes.policy_prompts import Prompts, open_prompts
+from recipes.sources import find_source
+from tests.distributed.worlds import FIXTURES
 
 PARAMS = SamplingParams(max_new_tokens=5)
 LINES = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(6)]
@@ -73,6 +78,43 @@ def test_what_is_no_prompt_or_too_long(tmp_path: Path, tokenizer: Tokenizer):
     assert found.longest_tokens == len(tokenizer.encode("0 + 1 ="))
     with pytest.raises(UserError, match="no prompt of at most 3 tokens .2 are longer."):
         loader(tmp_path, tokenizer, LINES[:2], most_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("reward", "lacks"),
+    [
+        ("exact", 'has no "answer", which rl.reward=exact compares with'),
+        ("math_verify", 'has no "answer", which rl.reward=math_verify compares with'),
+        ("reasoning_gym", "it needs answer and metadata.source_dataset, which rl.reward=reasoning_gym compares with"),
+    ],
+)
+def test_a_line_that_the_reward_could_not_judge_is_refused_at_the_start(
+    tmp_path: Path, tokenizer: Tokenizer, reward: str, lacks: str
+):
+    good = {"prompt": "1 + 1 =", "answer": 2, "metadata": {"source_dataset": "chain_sum"}}
+    source = FIXTURES / "moe"
+    tokenizer.save(tmp_path / "tokenizer")
+
+    def opened(*lines: dict, **more: dict) -> Prompts:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        values = {"run_dir": "out", "checkpoint": {"load": str(source)}, "train": {"steps": 1}} | more
+        data = {"path": str(file), "seq_tokens": 64, "tokenizer": str(tmp_path / "tokenizer"), "chat_template": "plain"}
+        sampling = {"max_new_tokens": 9, "samples_per_prompt": 2} | more.get("sampling", {})
+        config = build_config(GrpoConfig, values | {"data": data, "rl": {"reward": reward}, "sampling": sampling})
+        return open_prompts(config, find_source(config))
+
+    assert len(opened(good).train) == 1
+    with pytest.raises(UserError) as caught:
+        opened(good, {"prompt": "2 + 2 ="})
+    assert "prompts.jsonl:2: " in str(caught.value) and lacks in str(caught.value)
+    # What the engine would refuse, before there is one.
+    with pytest.raises(UserError, match=r"prompts\.jsonl: sampling\.stop_token_ids: 9999 is no token; allowed: 0 to"):
+        opened(good, sampling={"stop_token_ids": [9999]})
+
+
+def test_the_users_own_reward_may_need_no_answer():
+    require_judgeable("module:function", {"prompt": "x"})
 
 
 def test_held_out_prompts_are_not_among_the_trained_ones(tmp_path: Path, tokenizer: Tokenizer):
