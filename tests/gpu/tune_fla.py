@@ -9,6 +9,7 @@ T tokens, C channels of queries, keys and values together, W taps, X those of a 
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -115,8 +116,8 @@ def tune(run: Callable[[], object]) -> Iterator[Tuned]:
             yield Tuned(tuner.kernel_name, key, tuner.cache[key], medians)
 
 
-def short_convolution(channels: int, taps: int) -> Callable[[], None]:
-    """Forward and backward of a pack, as a KDA layer in training calls it."""
+def short_convolution(channels: int, taps: int, of_lengths: torch.dtype) -> Callable[[], None]:
+    """Forward and backward of a pack, as a KDA layer in training calls it. of_lengths: dtype of cu_seqlens."""
     from bailing_mtp.kernels.kda import short_conv
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -125,7 +126,7 @@ def short_convolution(channels: int, taps: int) -> Callable[[], None]:
     wide_TX, weight_CW, upstream_TC = (
         torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes
     )
-    cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0)
+    cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(of_lengths)
 
     def run() -> None:
         inputs = [wide_TX[:, :channels].requires_grad_(), weight_CW.requires_grad_()]
@@ -151,8 +152,9 @@ def main() -> None:
         parser.error("needs a GPU")
     # Settings that ship would be taken, and nothing tuned.
     os.environ["FLA_CACHE_MODE"] = "disabled"
-    runs = [short_convolution(int(channels), arch.conv_kernel) for channels in given.channels.split(",")]
-    found = [tuned for run in runs for tuned in tune(run)]
+    # cu_seqlens are int64 in training. Dtypes belong to the key: int32 would only get the file's default.
+    cases = itertools.product(given.channels.split(","), (torch.int64, torch.int32))
+    found = [x for channels, dtype in cases for x in tune(short_convolution(int(channels), arch.conv_kernel, dtype))]
     if given.only is not None:
         names = set(given.only.split(","))
         known = {tuned.kernel for tuned in found}
