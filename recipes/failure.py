@@ -2,8 +2,10 @@
 
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from bailing_mtp.config import UserError
@@ -12,6 +14,7 @@ from .ranks import Ranks
 
 OF_FILES = (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """A user's mistakes whatever they name; any other OSError is one if it names a file (a full or read-only disk)."""
+ROOT = Path(__file__).resolve().parents[1]
 # The launcher ends the other ranks within about a second of the first exit.
 FIRST_RANK_PRINTS_WITHIN_S = 10.0
 
@@ -27,7 +30,7 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
 
     def name_rank(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception) and ranks.world_size > 1:
-            error.add_note(f"on {ranks}")
+            error.add_note(f"on {ranks}{_phase(trace)}")
 
     try:
         with ExitStack() as stack:
@@ -40,6 +43,15 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
             time.sleep(patience_s)
         print(_message(error, ranks), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+def _phase(trace: TracebackType | None) -> str:
+    """Where the run was: the innermost function of this project, such as one that waited for the other ranks."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace) if Path(frame.f_code.co_filename).is_relative_to(ROOT)]
+    if not frames:
+        return ""
+    code = frames[-1].f_code
+    return f", in {code.co_name} of {Path(code.co_filename).relative_to(ROOT)}"
 
 
 def fail_together(error: UserError | None) -> None:

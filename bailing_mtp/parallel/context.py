@@ -123,7 +123,11 @@ def build_context(
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("process groups exist already; call destroy_context first")
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        # Its groups would otherwise wait for half an hour whatever the world's do.
+        distributed_timeout_minutes=timeout_s / 60,
     )
     choose_fused("none")
     torch.manual_seed(seed)

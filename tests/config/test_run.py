@@ -190,7 +190,8 @@ def test_a_directory_that_no_job_made_is_no_jobs_to_use_again(tmp_path: Path, mo
 def test_a_programmers_error_is_told_with_rank_and_host():
     with pytest.raises(ZeroDivisionError) as end, user_errors(SECOND):
         raise ZeroDivisionError("a programmer's error")
-    assert end.value.__notes__ == ["on rank 1 (there)"]
+    phase = "in test_a_programmers_error_is_told_with_rank_and_host of tests/config/test_run.py"
+    assert end.value.__notes__ == [f"on rank 1 (there), {phase}"]
     with pytest.raises(ZeroDivisionError) as end, user_errors(ALONE):
         raise ZeroDivisionError("a programmer's error")
     assert not hasattr(end.value, "__notes__")
