@@ -114,7 +114,8 @@ def _experts(load: Workload, draw: Draw, R: int) -> Call:
     shared, shared_width = None, arch.shared_intermediate_size
     if shared_width is not None:
         shared_up = draw.normal(2 * shared_width, H, scale=H**-0.5)
-        shared = twin.SharedExpert(shared_up, draw.normal(H, shared_width, scale=shared_width**-0.5), None)
+        shared_down = draw.normal(H, shared_width, scale=shared_width**-0.5)
+        shared = twin.SharedExpert(shared_up, shared_down, None, (0, shared_width))
     arguments = (
         x_RH, ids_Rk, draw.uniform(R, k), gate_up_E2FH, down_EHF, 0, (0, width), None, shared, draw.normal(R, H)
     )  # fmt: skip

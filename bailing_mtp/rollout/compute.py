@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
+from bailing_mtp.kernels.reference.experts import SharedExpert
 from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.collectives import all_gather, sum_scatter
 from bailing_mtp.parallel.context import ParallelContext
@@ -26,6 +28,14 @@ from bailing_mtp.weights.view import DenseWeights, LayerWeights, MoeWeights
 
 Mix = Callable[[Tensor], Tensor]
 """Normalised input [R, H] -> this rank's part of the mixer's output [R, H]."""
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks."""
+
+    x_RH: Tensor
+    added_RH: Tensor | None = None
+    """What the last block adds, left to the norm that follows it: one launch less."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ class ExpertLayout:
         """First and one past the last channel that this rank takes of an expert."""
         return width * self.slice // self.slices, width * (self.slice + 1) // self.slices
 
+    def shared_slice(self, width: int) -> tuple[int, int]:
+        """The same of its shard of the shared expert, for the rows of all replicas: each of them takes a part."""
+        return width * self.replica // self.replicas, width * (self.replica + 1) // self.replicas
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -80,14 +94,22 @@ class Compute:
     tp_sum: Callable[[Tensor], Tensor] | None = None
     """Sum of the tensor-parallel ranks' tensors in place of the group's own."""
 
-    def layer(self, weights: LayerWeights, x_RH: Tensor, mix: Mix, record: RouteRecord | None = None) -> Tensor:
+    def layer(
+        self, weights: LayerWeights, at: Stream, mix: Mix, record: RouteRecord | None = None
+    ) -> Stream:
         """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
-        eps = self.arch.rms_norm_eps
-        mixed_RH = self.sum_over_tp(mix(self.kernels.rms_norm(x_RH, weights.input_norm_H, eps)))
-        x_RH, normed_RH = self.kernels.add_rms_norm(x_RH, mixed_RH, weights.post_norm_H, eps)
+        x_RH, normed_RH = self.joined(at, weights.input_norm_H)
+        mixed_RH = self.sum_over_tp(mix(normed_RH))
+        x_RH, normed_RH = self.joined(Stream(x_RH, mixed_RH), weights.post_norm_H)
         if isinstance(weights.mlp, MoeWeights):
             return self._moe(weights.mlp, normed_RH, x_RH, record)
-        return x_RH + self.sum_over_tp(self._dense(weights.mlp, normed_RH))
+        return Stream(x_RH, self.sum_over_tp(self._dense(weights.mlp, normed_RH)))
+
+    def joined(self, at: Stream, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual with all that was added to it, and its norm."""
+        if at.added_RH is None:
+            return at.x_RH, self.norm(at.x_RH, weight_H)
+        return self.kernels.add_rms_norm(at.x_RH, at.added_RH, weight_H, self.arch.rms_norm_eps)
 
     def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
         return self.kernels.rms_norm(x_RH, weight_H, self.arch.rms_norm_eps)
@@ -114,7 +136,7 @@ class Compute:
 
     def _moe(
         self, weights: MoeWeights, x_RH: Tensor, residual_RH: Tensor, record: RouteRecord | None
-    ) -> Tensor:
+    ) -> Stream:
         """Residual and experts' outputs, summed over the ranks."""
         arch, layout, shared = self.arch, self.experts, weights.shared
         rows_GH = self._gather(x_RH)
@@ -129,8 +151,8 @@ class Compute:
         )
         if record is not None:
             record.add(ids_Gk.unflatten(0, (layout.replicas, -1))[layout.replica])
-        # One rank's sum is whole; the rows of other replicas have a shared expert and a residual elsewhere.
-        alone, joined = self.context.tp == self.context.ep == 1, shared is not None and layout.replicas == 1
+        # One rank's sum is whole.
+        alone = self.context.tp == self.context.ep == 1
         y_GH = self.run_experts(
             rows_GH,
             ids_Gk,
@@ -141,19 +163,22 @@ class Compute:
             self.context.ep_rank * weights.down_eHF.shape[0],
             layout.width_slice(weights.down_eHF.shape[2]),
             weights.limit,
-            # The shared expert is split over TP: its parts join the same sum.
-            self.kernels.SharedExpert(shared.gate_up_2FH, shared.down_HF, shared.limit) if joined else None,
+            # Split over all ranks of the sum, which its parts join.
+            None if shared is None else self._shared(shared),
             residual_RH if alone else None,
         )
+        if alone:
+            return Stream(y_GH)
         if layout.replicas == 1:
-            return y_GH if alone else residual_RH + self.sum_over_tp(y_GH)
-        own_RH = y_GH.unflatten(0, (layout.replicas, -1))[layout.replica]
-        if shared is not None:
-            own_RH += self._dense(shared, x_RH)
+            return Stream(residual_RH, self.sum_over_tp(y_GH))
         if self.context.tp == 1:
-            return residual_RH + sum_scatter(y_GH, self.context.ep_group)
+            return Stream(residual_RH, sum_scatter(y_GH, self.context.ep_group))
         self._sum(y_GH, self.context.ep, self.context.ep_group)
-        return residual_RH + own_RH
+        return Stream(residual_RH, y_GH.unflatten(0, (layout.replicas, -1))[layout.replica])
+
+    def _shared(self, weights: DenseWeights) -> SharedExpert:
+        channels = self.experts.shared_slice(weights.down_HF.shape[1])
+        return self.kernels.SharedExpert(weights.gate_up_2FH, weights.down_HF, weights.limit, channels)
 
     def _gather(self, x_RH: Tensor) -> Tensor:
         """Rows of all replicas of the expert-parallel group, one copy of each tensor-parallel group's."""

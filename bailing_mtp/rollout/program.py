@@ -36,7 +36,7 @@ from bailing_mtp.kernels.reference import decode
 from bailing_mtp.kernels.reference import prefill as prefill_twins
 from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix
+from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix, Stream
 from bailing_mtp.rollout.kda import DeltaAttention
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.mla import LatentAttention, Placement, Prefixes
@@ -154,17 +154,17 @@ class Program:
 
     def _trunk(self, token_ids_R: Tensor, mix: LayerMix, compute: Compute, record: RouteRecord | None) -> Tensor:
         self.view.require_current()
-        x_RH = compute.embed(token_ids_R, self.view.embedding_vH)
+        at = Stream(compute.embed(token_ids_R, self.view.embedding_vH))
         for layer, index in self._indexed:
-            x_RH = compute.layer(layer, x_RH, partial(mix, layer, index), record)
-        return compute.norm(x_RH, self.view.final_norm_H)
+            at = compute.layer(layer, at, partial(mix, layer, index), record)
+        return compute.joined(at, self.view.final_norm_H)[1]
 
     def _mtp_rows(self, tokens_R: Tensor, hidden_RH: Tensor, rows: _StepRows) -> Tensor:
         mtp = self._mtp()
         last = self.memory.plan.n_mla - 1
         mix: Mix = partial(rows.mix, mtp.layer, last)
-        x_RH = self.compute.layer(mtp.layer, self._mtp_input(tokens_R, hidden_RH), mix)
-        return self.compute.norm(x_RH, mtp.final_norm_H)
+        at = self.compute.layer(mtp.layer, Stream(self._mtp_input(tokens_R, hidden_RH)), mix)
+        return self.compute.joined(at, mtp.final_norm_H)[1]
 
     def _mtp_input(self, tokens_R: Tensor, hidden_RH: Tensor) -> Tensor:
         mtp, embedded_RH = self._mtp(), self.compute.embed(tokens_R, self.view.embedding_vH)

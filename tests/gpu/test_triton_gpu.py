@@ -93,9 +93,9 @@ def test_experts(kernels, dtype, R) -> None:
 def test_shared_expert_and_residual(kernels, dtype, R) -> None:
     sizes = {"R": R, "k": 8, "H": 1536, "F": 512, "with_residual": True}
     cases.check_experts(kernels, "cuda", dtype, E=128, shared_width=512, **sizes)
-    cases.check_experts(
-        kernels, "cuda", dtype, E=32, first=8, n_local=16, limit=0.9, shared_width=704, shared_limit=0.7, **sizes
-    )
+    part = {"E": 32, "first": 8, "n_local": 16, "limit": 0.9, "shared_limit": 0.7, **sizes}
+    cases.check_experts(kernels, "cuda", dtype, shared_width=704, **part)
+    cases.check_experts(kernels, "cuda", dtype, shared_width=512, shared_channels=(256, 512), **part)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -264,6 +264,7 @@ def check_experts(
     limit: float | None = None,
     shared_width: int | None = None,
     shared_limit: float | None = None,
+    shared_channels: tuple[int, int] | None = None,
     with_residual: bool = False,
 ) -> None:
     """Experts of a rank that holds n_local of E from `first` on, and takes `width` of each."""
@@ -284,6 +285,7 @@ def check_experts(
             draw.normal(2 * shared_width, H, scale=H**-0.5),
             draw.normal(H, shared_width, scale=shared_width**-0.5),
             shared_limit,
+            shared_channels or (0, shared_width),
         ),
         draw.normal(R, H) if with_residual else None,
     )  # fmt: skip

@@ -4,6 +4,7 @@ Shape legend: R rows, k experts per row, A = R * k assignments of a row to an ex
 F width of an expert, f width of the slice taken, e experts of this rank.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,18 @@ class SharedExpert(NamedTuple):
     gate_up_2FH: Tensor
     down_HF: Tensor
     limit: float | None
+    channels: tuple[int, int]
+    """First and one past the last of its width that is computed, so that ranks with the same shard can share it."""
+
+    def run(self, x_RH: Tensor, act: Callable[[Tensor, Tensor, float | None], Tensor]) -> Tensor:
+        """Its result on the rows, [R, H]. act: swiglu, or another function like it."""
+        (start, stop), width = self.channels, self.down_HF.shape[1]
+        if stop - start == width:
+            gate_Rf, up_Rf = F.linear(x_RH, self.gate_up_2FH).chunk(2, dim=-1)
+        else:
+            gate_Rf = F.linear(x_RH, self.gate_up_2FH[start:stop])
+            up_Rf = F.linear(x_RH, self.gate_up_2FH[width + start : width + stop])
+        return F.linear(act(gate_Rf, up_Rf, self.limit), self.down_HF[:, start:stop])
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
@@ -64,8 +77,7 @@ def experts(
     # Back to the order of the rows, so that a row's sum is in the order of its choices.
     y_RH = torch.empty_like(y_AH).index_copy_(0, order_A, y_AH).unflatten(0, ids_Rk.shape).sum(1)
     if shared is not None:
-        gate_RF, up_RF = F.linear(x_RH, shared.gate_up_2FH).chunk(2, dim=-1)
-        y_RH = y_RH + F.linear(swiglu(gate_RF, up_RF, shared.limit), shared.down_HF)
+        y_RH = y_RH + shared.run(x_RH, swiglu)
     if residual_RH is not None:
         y_RH = y_RH + residual_RH
     return y_RH.to(x_RH.dtype)

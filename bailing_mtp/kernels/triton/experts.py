@@ -83,7 +83,7 @@ def _tile(order_A, own_a_m, begin, count, m, routed, A, k: tl.constexpr, M_TILE:
 @triton.jit
 def _gate_up(
     act_Bw, x, route_weights, gate_up, shared_gate_up, ids, order_A, begin_e, count_e,
-    first_expert, start, f, R, shared_blocks, limit, shared_limit,
+    first_expert, start, f, R, shared_blocks, shared_start, f_shared, limit, shared_limit,
     k: tl.constexpr, H: tl.constexpr, F: tl.constexpr, F_SHARED: tl.constexpr, WIDTH: tl.constexpr,
     M_TILE: tl.constexpr, N_TILE: tl.constexpr, C_TILE: tl.constexpr, K_PAD: tl.constexpr,
     LIMITED: tl.constexpr, LISTED: tl.constexpr, SHARED: tl.constexpr,
@@ -96,8 +96,8 @@ def _gate_up(
     routed = block >= shared_blocks
     width, weights, up = f, gate_up + expert * (2 * F * H) + start * H, F * H
     if SHARED:
-        width, up = tl.where(routed, f, F_SHARED), tl.where(routed, F * H, F_SHARED * H)
-        weights = tl.where(routed, weights, shared_gate_up)
+        width, up = tl.where(routed, f, f_shared), tl.where(routed, F * H, F_SHARED * H)
+        weights = tl.where(routed, weights, shared_gate_up + shared_start * H)
     begin, count, own_a_m = _assigned(
         ids, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
     )
@@ -127,7 +127,7 @@ def _gate_up(
 @triton.jit
 def _down(
     y_BH, act_Bw, down, shared_down, ids, order_A, begin_e, count_e,
-    first_expert, start, f, R, shared_blocks,
+    first_expert, start, f, R, shared_blocks, shared_start, f_shared,
     k: tl.constexpr, H: tl.constexpr, F: tl.constexpr, F_SHARED: tl.constexpr, WIDTH: tl.constexpr,
     M_TILE: tl.constexpr, N_TILE: tl.constexpr, C_TILE: tl.constexpr, K_PAD: tl.constexpr,
     LISTED: tl.constexpr, SHARED: tl.constexpr,
@@ -140,8 +140,8 @@ def _down(
     routed = block >= shared_blocks
     width, weights, stride = f, down + expert * (H * F) + start, F
     if SHARED:
-        width, stride = tl.where(routed, f, F_SHARED), tl.where(routed, F, F_SHARED)
-        weights = tl.where(routed, weights, shared_down)
+        width, stride = tl.where(routed, f, f_shared), tl.where(routed, F, F_SHARED)
+        weights = tl.where(routed, weights, shared_down + shared_start)
     begin, count, own_a_m = _assigned(
         ids, begin_e, count_e, block, shared_blocks, first_expert, R, k, M_TILE, K_PAD, LISTED
     )
@@ -246,7 +246,8 @@ def _experts_of_many_rows(
     residual_RH: Tensor | None,
 ) -> Tensor:
     (R, k), (n_local, H, F), (start, stop) = ids_Rk.shape, down_eHF.shape, width_slice
-    A, f, f_shared = R * k, stop - start, 0 if shared is None else shared.down_HF.shape[1]
+    shared_start, shared_stop = (0, 0) if shared is None else shared.channels
+    A, f, f_shared = R * k, stop - start, shared_stop - shared_start
     width, rows, device = max(f, f_shared), A if shared is None else A + R, x_RH.device
     act_Bw = torch.empty(rows, width, dtype=x_RH.dtype, device=device)
     y_BH = torch.empty(rows, H, dtype=x_RH.dtype, device=device)
@@ -254,12 +255,12 @@ def _experts_of_many_rows(
     m_tile, listed = for_gate_up["M_TILE"], for_gate_up["M_TILE"] < R
     lists = _lists(ids_Rk, first_expert, n_local) if listed else (ids_Rk, ids_Rk, ids_Rk)
     shared_blocks = 0 if shared is None else triton.cdiv(R, m_tile)
-    where = (ids_Rk, *lists, first_expert, start, f, R, shared_blocks)
+    where = (ids_Rk, *lists, first_expert, start, f, R, shared_blocks, shared_start, f_shared)
     sizes = {
         "k": k,
         "H": H,
         "F": F,
-        "F_SHARED": f_shared,
+        "F_SHARED": 0 if shared is None else shared.down_HF.shape[1],
         "WIDTH": width,
         "K_PAD": triton.next_power_of_2(k),
         "LISTED": listed,

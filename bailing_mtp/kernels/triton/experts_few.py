@@ -26,6 +26,8 @@ def _gate_up(
     first_expert,
     start,
     f,
+    shared_start,
+    f_shared,
     limit,
     shared_limit,
     A,
@@ -45,9 +47,9 @@ def _gate_up(
     expert = tl.load(ids + a, mask=a < A, other=first_expert) - first_expert
     if (expert >= 0) & (expert < n_local):
         row = tl.where(shared, a - A, a // k).to(tl.int64)
-        in_n = ids_n < tl.where(shared, F_SHARED, f)
+        in_n = ids_n < tl.where(shared, f_shared, f)
         weights = tl.where(shared, shared_gate_up, gate_up + expert.to(tl.int64) * (2 * F * H))
-        rows_n1 = weights + (tl.where(shared, 0, start) + ids_n).to(tl.int64)[:, None] * H
+        rows_n1 = weights + (tl.where(shared, shared_start, start) + ids_n).to(tl.int64)[:, None] * H
         up_rows_n1 = rows_n1 + tl.where(shared, F_SHARED * H, F * H)
         gate_n = tl.zeros([N_TILE], tl.float32)
         up_n = tl.zeros([N_TILE], tl.float32)
@@ -75,6 +77,8 @@ def _down(
     first_expert,
     start,
     f,
+    shared_start,
+    f_shared,
     A,
     k: tl.constexpr,
     H: tl.constexpr,
@@ -103,9 +107,9 @@ def _down(
         down_nc = tl.load(down + expert * (H * F) + places_nc, mask=local & mask_nc, other=0.0)
         y_n += tl.sum(down_nc.to(tl.float32) * act_c.to(tl.float32)[None, :], axis=1)
     if SHARED:
-        in_c = ids_c < F_SHARED
+        in_c = ids_c < f_shared
         act_c = tl.load(act_Bw + (A + row) * WIDTH + ids_c, mask=in_c, other=0.0)
-        places_nc = ids_n[:, None] * F_SHARED + ids_c[None, :]
+        places_nc = shared_start + ids_n[:, None] * F_SHARED + ids_c[None, :]
         down_nc = tl.load(shared_down + places_nc, mask=in_n[:, None] & in_c[None, :], other=0.0)
         y_n += tl.sum(down_nc.to(tl.float32) * act_c.to(tl.float32)[None, :], axis=1)
     if RESIDUAL:
@@ -136,11 +140,14 @@ def experts_of_few_rows(
 ) -> Tensor:
     """As kernels.reference.experts.experts; each assignment reads its expert for itself."""
     (R, k), (n_local, H, F), (start, stop) = ids_Rk.shape, down_eHF.shape, width_slice
-    A, f, f_shared = R * k, stop - start, 0 if shared is None else shared.down_HF.shape[1]
+    shared_start, shared_stop = (0, 0) if shared is None else shared.channels
+    A, f, f_shared = R * k, stop - start, shared_stop - shared_start
     width, rows = max(f, f_shared), A if shared is None else A + R
     act_Bw = torch.empty(rows, width, dtype=x_RH.dtype, device=x_RH.device)
     out_RH = torch.empty(R, H, dtype=x_RH.dtype, device=x_RH.device)
-    sizes = {"k": k, "H": H, "F": F, "F_SHARED": f_shared, "WIDTH": width, "n_local": n_local}
+    shared_width = 0 if shared is None else shared.down_HF.shape[1]
+    sizes = {"k": k, "H": H, "F": F, "F_SHARED": shared_width, "WIDTH": width, "n_local": n_local}
+    where = (first_expert, start, f, shared_start, f_shared)
     for_gate_up, for_down = _options(A, H, width)
     shared_limit = None if shared is None else shared.limit
     _gate_up[(rows, triton.cdiv(width, for_gate_up["N_TILE"]))](
@@ -150,9 +157,7 @@ def experts_of_few_rows(
         weights_Rk,
         gate_up_e2FH,
         gate_up_e2FH if shared is None else shared.gate_up_2FH,
-        first_expert,
-        start,
-        f,
+        *where,
         float("inf") if limit is None else limit,
         float("inf") if shared_limit is None else shared_limit,
         A,
@@ -167,9 +172,7 @@ def experts_of_few_rows(
         down_eHF,
         down_eHF if shared is None else shared.down_HF,
         out_RH if residual_RH is None else residual_RH,
-        first_expert,
-        start,
-        f,
+        *where,
         A,
         SHARED=shared is not None,
         RESIDUAL=residual_RH is not None,

@@ -119,6 +119,5 @@ def experts_grouped(
         out_RH, y_AH, ids_Rk, place_A, first_expert, k=k, H=H, n_local=n_local, TILE=tile, num_warps=4
     )
     if shared is not None:
-        gate_RF, up_RF = F.linear(x_RH, shared.gate_up_2FH).chunk(2, dim=-1)
-        out_RH += F.linear(swiglu(gate_RF, up_RF, shared.limit), shared.down_HF)
+        out_RH += shared.run(x_RH, swiglu)
     return out_RH if residual_RH is None else out_RH.add_(residual_RH)

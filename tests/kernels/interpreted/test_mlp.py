@@ -73,6 +73,14 @@ def test_shared_expert_and_residual(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("R", [2, 11, 40])
+@pytest.mark.parametrize("channels", [(0, 20), (20, 40), (8, 8)])
+def test_a_slice_of_the_shared_expert(R: int, channels: tuple[int, int]) -> None:
+    check_experts(
+        decode, "cpu", FP32, R=R, k=3, H=40, F=24, E=8, first=2, n_local=5, shared_width=40, shared_channels=channels
+    )
+
+
 def test_all_rows_choose_the_same_experts() -> None:
     check_experts(decode, "cpu", FP32, R=70, k=2, H=32, F=32, E=2)
 
