@@ -213,7 +213,9 @@ CASES: dict[int, dict[str, Case]] = {
         "reshard": functools.partial(cases_checkpoint.reshard, tolerance=1e-5),
         "peer_sums": functools.partial(peer_sums, tp=2, ep=2),
         "a_row_for_each_rank": cases_exchange.a_row_for_each_rank,
-        "exchanged": functools.partial(cases_exchange.exchanged, kernels=train, dtype=BF16, tolerance=0.05),
+        "exchanged": functools.partial(
+            cases_exchange.exchanged, kernels=train, dtype=BF16, limit=None, tolerance=0.02
+        ),
         **_layouts(exchange_never_waits_for_all, (1, 2), (2, 2)),
     }
 }
