@@ -21,6 +21,10 @@ from .bench_train_size import random_source
 from .bench_weights import fill_random
 from .session import model_settings
 
+SCHEDULE_STEPS = 1000
+"""Of the learning rate's schedule, beside the config's warm-up and decay. Not how many are run: that depends on which
+arms share a state, and of all figures only the last digits of the loss depend on the rate."""
+
 
 def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelContext, arm: Arm) -> TrainState:
     """A model of random weights, made on the device."""
@@ -30,7 +34,7 @@ def make_state(config: BenchmarkConfig, arch: Architecture, context: ParallelCon
     )
     built = build_model(arch, settings, context, with_mtp=arm.mtp.loss_scale is not None)
     fill_random(built.modules, torch.Generator(context.device).manual_seed(config.seed))
-    return build_state(built, context, optim, steps=1000)
+    return build_state(built, context, optim, optim.warmup_steps + (optim.decay_steps or 0) + SCHEDULE_STEPS)
 
 
 class States:

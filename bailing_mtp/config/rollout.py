@@ -45,8 +45,9 @@ class RolloutConfig(Section):
     """Rollout kernels: the torch twins (any device), or Triton, with fla in prefills. A model in fp32 decodes with
     Triton but is prefilled by the twins, because fla and flash attention are not exact in fp32."""
     tp_sum: Literal["library", "peer"] = "library"
-    """Sums over tensor-parallel ranks in decode steps: by NCCL, or in launches in which each rank reads the others'
-    parts (torch's symmetric memory; the ranks' GPUs must reach one another's memory, as over NVLink)."""
+    """Sums over tensor-parallel ranks in decode steps: by NCCL, or in launches over one another's memory, of few rows
+    together with the norm that follows (torch's symmetric memory; the ranks' GPUs must reach one another, as over
+    NVLink)."""
     draft_vocabulary: Text | None = None
     """JSON file with the token ids that drafts are drawn from; null = all."""
 

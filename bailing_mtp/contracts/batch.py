@@ -69,18 +69,6 @@ class PackedLayout:
             padding_T=torch.repeat_interleave(torch.tensor(flags, dtype=torch.bool), n_tokens),
         )
 
-    @staticmethod
-    def from_padded(lengths: Sequence[int], padded_lengths: Sequence[int]) -> PackedLayout:
-        """Layout of documents that were each padded on the right to `padded_lengths`."""
-        if len(lengths) != len(padded_lengths) or any(
-            p < n for n, p in zip(lengths, padded_lengths, strict=True)
-        ):
-            raise ValueError(f"padded_lengths {tuple(padded_lengths)} must cover lengths {tuple(lengths)}")
-        both = zip(lengths, padded_lengths, strict=True)
-        pieces = [piece for n, padded in both for piece in ((n, False), (padded - n, True))]
-        kept = [(n, pad) for n, pad in pieces if n > 0]
-        return PackedLayout.build([n for n, _ in kept], [pad for _, pad in kept])
-
     @property
     def n_tokens(self) -> int:
         return sum(self.lengths)

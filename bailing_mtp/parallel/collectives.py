@@ -29,6 +29,19 @@ def sum_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return mine
 
 
+def peer_words(group: dist.ProcessGroup, n: int, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """int64 zeros [n] that every rank of the group can write to, and the addresses of all ranks' as this one sees
+    them. All ranks of the group together, on GPUs of one node."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    words = symmetric.empty(n, dtype=torch.int64, device=device)
+    words.zero_()
+    torch.cuda.synchronize(device)
+    # Ranks meet here, so that none writes before the zeros are there.
+    handle = symmetric.rendezvous(words, group.group_name)
+    return words, tuple(address + handle.offset for address in handle.buffer_ptrs)
+
+
 class PeerSum:
     """Sums tensors over GPUs of one node that read one another's memory. Equal on all ranks, which each add all values
     in one order. Made by all ranks of the group together.

@@ -1,7 +1,7 @@
 """What every layer of the rollout shares: residual wiring, MLPs and experts over the ranks, embedding, head.
 
 The rows of a rollout replica are replicated inside its tensor-parallel group, so that each block ends in one
-all-reduce; there is no sequence parallelism here.
+sum, taken with the norm that follows it; there is no sequence parallelism here.
 
 Shape legend: R rows of this replica, G rows of all replicas of an expert-parallel group, H hidden size,
 F width of an MLP, v this rank's vocabulary rows.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,12 +30,26 @@ Mix = Callable[[Tensor], Tensor]
 """Normalised input [R, H] -> this rank's part of the mixer's output [R, H]."""
 
 
+class TpSums(Protocol):
+    """Sums over the tensor-parallel ranks in another way than the group's library, such as peers.PeerSums."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum; `x` may hold it too."""
+        ...
+
+    def add_rms_norm(self, x_RH: Tensor, part_RH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + the sum of the ranks' parts, and its norm."""
+        ...
+
+
 class Stream(NamedTuple):
     """The residual stream between two blocks."""
 
     x_RH: Tensor
     added_RH: Tensor | None = None
-    """What the last block adds, left to the norm that follows it: one launch less."""
+    """What the last block adds, left to the norm that follows: this rank's part of a sum over tensor parallel."""
+    summed: bool = False
+    """Whether added_RH is the sum."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +105,28 @@ class Compute:
     kernels: ModuleType
     experts: ExpertLayout
     run_experts: Callable[..., Tensor]
-    tp_sum: Callable[[Tensor], Tensor] | None = None
-    """Sum of the tensor-parallel ranks' tensors in place of the group's own."""
+    peers: TpSums | None = None
+    """Sums the tensor-parallel ranks' tensors in place of the group's library."""
 
     def layer(
         self, weights: LayerWeights, at: Stream, mix: Mix, record: RouteRecord | None = None
     ) -> Stream:
         """One pre-norm residual layer: mixer, then MLP. `record` is given the chosen experts of an expert layer."""
         x_RH, normed_RH = self.joined(at, weights.input_norm_H)
-        mixed_RH = self.sum_over_tp(mix(normed_RH))
-        x_RH, normed_RH = self.joined(Stream(x_RH, mixed_RH), weights.post_norm_H)
+        x_RH, normed_RH = self.joined(Stream(x_RH, mix(normed_RH)), weights.post_norm_H)
         if isinstance(weights.mlp, MoeWeights):
             return self._moe(weights.mlp, normed_RH, x_RH, record)
-        return Stream(x_RH, self.sum_over_tp(self._dense(weights.mlp, normed_RH)))
+        return Stream(x_RH, self._dense(weights.mlp, normed_RH))
 
     def joined(self, at: Stream, weight_H: Tensor) -> tuple[Tensor, Tensor]:
         """The residual with all that was added to it, and its norm."""
-        if at.added_RH is None:
-            return at.x_RH, self.norm(at.x_RH, weight_H)
-        return self.kernels.add_rms_norm(at.x_RH, at.added_RH, weight_H, self.arch.rms_norm_eps)
+        x_RH, added_RH, eps = at.x_RH, at.added_RH, self.arch.rms_norm_eps
+        if added_RH is None:
+            return x_RH, self.norm(x_RH, weight_H)
+        if self.peers is not None and not at.summed:
+            return self.peers.add_rms_norm(x_RH, added_RH, weight_H, eps)
+        added_RH = added_RH if at.summed else self.sum_over_tp(added_RH)
+        return self.kernels.add_rms_norm(x_RH, added_RH, weight_H, eps)
 
     def norm(self, x_RH: Tensor, weight_H: Tensor) -> Tensor:
         return self.kernels.rms_norm(x_RH, weight_H, self.arch.rms_norm_eps)
@@ -125,8 +142,8 @@ class Compute:
 
     def sum_over_tp(self, x: Tensor) -> Tensor:
         """Sum of the ranks' parts; `x` may hold it too."""
-        if self.tp_sum is not None:
-            return self.tp_sum(x)
+        if self.peers is not None:
+            return self.peers(x)
         return self._sum(x, self.context.tp, self.context.tp_group)
 
     def _dense(self, weights: DenseWeights, x_RH: Tensor) -> Tensor:
@@ -137,7 +154,7 @@ class Compute:
     def _moe(
         self, weights: MoeWeights, x_RH: Tensor, residual_RH: Tensor, record: RouteRecord | None
     ) -> Stream:
-        """Residual and experts' outputs, summed over the ranks."""
+        """Experts' outputs, beside the residual or with it."""
         arch, layout, shared = self.arch, self.experts, weights.shared
         rows_GH = self._gather(x_RH)
         ids_Gk, weights_Gk = self.kernels.route(
@@ -170,11 +187,11 @@ class Compute:
         if alone:
             return Stream(y_GH)
         if layout.replicas == 1:
-            return Stream(residual_RH, self.sum_over_tp(y_GH))
+            return Stream(residual_RH, y_GH)
         if self.context.tp == 1:
-            return Stream(residual_RH, sum_scatter(y_GH, self.context.ep_group))
+            return Stream(residual_RH, sum_scatter(y_GH, self.context.ep_group), summed=True)
         self._sum(y_GH, self.context.ep, self.context.ep_group)
-        return Stream(residual_RH, y_GH.unflatten(0, (layout.replicas, -1))[layout.replica])
+        return Stream(residual_RH, y_GH.unflatten(0, (layout.replicas, -1))[layout.replica], summed=True)
 
     def _shared(self, weights: DenseWeights) -> SharedExpert:
         channels = self.experts.shared_slice(weights.down_HF.shape[1])

@@ -20,9 +20,9 @@ from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, Sa
 from bailing_mtp.errors import UserError
 from bailing_mtp.kernels.reference import decode as torch_kernels
 from bailing_mtp.log import logger
-from bailing_mtp.parallel.collectives import PeerSum
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.collector import old_objects_kept
+from bailing_mtp.rollout.compute import TpSums
 from bailing_mtp.rollout.controller import Controller
 from bailing_mtp.rollout.draft import Drafter, MtpDrafter
 from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
@@ -79,7 +79,7 @@ class RolloutEngine:
         self._controller = Controller(config.speculative_tokens) if config.adaptive else None
         self._reduced: ReducedHead | None = None
         self._memory: RolloutMemory | None = None
-        self._tp_sum: PeerSum | None = None
+        self._peers: TpSums | None = None
         self._steps: DecodeSteps | None = None
         self.stats = RolloutStats(config.speculative_tokens)
         """Of the last rollout by `generate` or `advance`, over all replicas."""
@@ -210,8 +210,8 @@ class RolloutEngine:
         )
         prefills = prefill_kernels(config.kernels, view.embedding_vH.dtype)
         eager, stepped = (
-            Program(view, memory, where, self._kernels, prefills, self._records_routes, tp_sum)
-            for where, tp_sum in ((context, None), (self._step_context, self._tp_sum))
+            Program(view, memory, where, self._kernels, prefills, self._records_routes, peers)
+            for where, peers in ((context, None), (self._step_context, self._peers))
         )
         steps = self._bound_steps(stepped, limits)
         fixed_reach = self._kernels is not torch_kernels
@@ -236,7 +236,7 @@ class RolloutEngine:
             self._reduced.release()
         if self._memory is not None:
             self._memory.release()
-            self._memory = self._tp_sum = None
+            self._memory = self._peers = None
 
     def _limits(self, prompts: Sequence[Prompt]) -> Limits:
         """What these prompts need; the same on every rank."""
@@ -284,8 +284,11 @@ class RolloutEngine:
         if self._memory is None:
             self._memory = RolloutMemory(plan, context.device)
             if config.tp_sum == "peer" and context.tp > 1:
-                room = bucket(limits.max_running) * plan.records * plan.hidden_size
-                self._tp_sum = PeerSum(self._step_context.tp_group, room, plan.dtype, context.device)
+                rows = bucket(limits.max_running) * plan.records
+                group = self._step_context.tp_group
+                # Imports Triton, as only this key wants it.
+                peers = importlib.import_module("bailing_mtp.rollout.peers")
+                self._peers = peers.PeerSums.make(group, rows, plan.hidden_size, plan.dtype, context.device)
         return self._memory
 
     def _reduced_head(self, view: WeightsView) -> ReducedHead | None:

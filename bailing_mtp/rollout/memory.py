@@ -320,7 +320,7 @@ class RolloutMemory:
         """Copy sequences: states, windows, records, block tables and numbers, but no request settings.
 
         Index tensors; no target may be a source of the same call. Blocks are then shared: the one that
-        position P lies in must be replaced before either sequence goes on (copy_blocks).
+        position P lies in must be replaced before either sequence goes on (copy_block).
         """
         for by_slot in self.kda.by_slot():
             by_slot[target_m] = by_slot[source_m]
@@ -331,15 +331,6 @@ class RolloutMemory:
     def copy_block(self, source: int, target: int) -> None:
         """Copy the rows of one block to another, in every latent cache."""
         self.latents_LBbx[:, target] = self.latents_LBbx[:, source]
-
-    def copy_blocks(self, source_m: Tensor, target_m: Tensor) -> None:
-        """As copy_block, for index tensors; no target may be a source of the same call."""
-        self.latents_LBbx[:, target_m] = self.latents_LBbx[:, source_m]
-
-    def assign_blocks(self, slot: int, first: int, blocks: list[int]) -> None:
-        """Entries first, first + 1, ... of a slot's block table."""
-        values = torch.tensor(blocks, dtype=torch.int32, device=self.device)
-        self.slots.block_table_NM[slot, first : first + len(blocks)] = values
 
     def commit(self, slots_n: Tensor, n_committed_n: Tensor) -> None:
         """Accept the first n_committed of the tokens that the step fed to each of its rows (0 is allowed).

@@ -36,7 +36,7 @@ from bailing_mtp.kernels.reference import decode
 from bailing_mtp.kernels.reference import prefill as prefill_twins
 from bailing_mtp.parallel import vocab
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix, Stream
+from bailing_mtp.rollout.compute import Compute, ExpertLayout, Mix, Stream, TpSums
 from bailing_mtp.rollout.kda import DeltaAttention
 from bailing_mtp.rollout.memory import RolloutMemory
 from bailing_mtp.rollout.mla import LatentAttention, Placement, Prefixes
@@ -53,8 +53,8 @@ class Program:
 
     kernels: what steps call, with the names of kernels.reference.decode; prefill_kernels: what prefills call
     instead, with the names of kernels.reference.prefill. Nothing of `memory` is kept but itself.
-    records_routes: whether `new_record` gives a record of the trunk's chosen experts to hand to a pass. tp_sum: as
-    Compute.tp_sum.
+    records_routes: whether `new_record` gives a record of the trunk's chosen experts to hand to a pass. peers: as
+    Compute.peers.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Program:
         kernels: ModuleType = decode,
         prefill_kernels: ModuleType = prefill_twins,
         records_routes: bool = False,
-        tp_sum: Callable[[Tensor], Tensor] | None = None,
+        peers: TpSums | None = None,
     ) -> None:
         self.view, self.memory, self.context, self.kernels = view, memory, context, kernels
-        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts, tp_sum)
+        self.compute = Compute(view.arch, context, kernels, ExpertLayout.of(context), kernels.experts, peers)
         self.prefill_compute = replace(self.compute, run_experts=prefill_kernels.experts)
         self.delta = DeltaAttention(view.arch, kernels, prefill_kernels)
         self.latent = LatentAttention(view.arch, kernels, prefill_kernels)

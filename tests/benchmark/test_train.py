@@ -147,6 +147,15 @@ def test_the_timed_optimizer_is_the_one_that_is_asked_for(on_cpu):
     assert not rank_states(bench_train.make_state(_config(), smallest(), on_cpu, arm).optimizer)
 
 
+def test_a_long_warm_up_is_one(on_cpu):
+    arm = next(bench_train_arms.arms((64,)))
+    config = _config("optim.warmup_steps=2000", "optim.lr=1e-3")
+    scheduler = bench_train.make_state(config, smallest(), on_cpu, arm).scheduler
+    scheduler.step(1000)
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    assert rates == pytest.approx([0.5e-3] * len(rates))
+
+
 def test_the_model_is_built_for_the_optimizer(on_cpu, monkeypatch: pytest.MonkeyPatch):
     class Seen(Exception):
         pass

@@ -112,7 +112,7 @@ def test_targets_stay_in_their_document(depth: int) -> None:
 
 def test_targets_of_padded_documents() -> None:
     """Documents of 5 and 3 tokens, each padded on its right to 8 and 4."""
-    layout = PackedLayout.from_padded([5, 3], [8, 4])
+    layout = PackedLayout.build([5, 3, 3, 1], [False, True, False, True])
     input_ids_T = torch.tensor([1] * 5 + [0] * 3 + [2] * 3 + [0])
     batch = TokenBatch(input_ids_T, torch.ones(12, dtype=torch.bool), layout)
     target_ids_T, valid_T = batch.shift(1)

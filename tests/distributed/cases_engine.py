@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bailing_mtp.contracts.samples import PartialGroup, Prompt, RolloutGroup, SamplingParams
+from bailing_mtp.kernels.reference import norm
 from bailing_mtp.parallel import collectives
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.graphs import StepShape
@@ -124,34 +125,45 @@ def engine_reduced(reference: worlds.Reference, scratch: Path, tp: int, ep: int)
         assert found[0] == found[1]
 
 
-class CountedSum:
-    """In the place of PeerSum, where no GPU is: the group's own sum of tensors that there is room for."""
+class CountedSums:
+    """In the place of PeerSums, where no GPU is: the group's own sum."""
 
-    latest: CountedSum
+    latest: CountedSums
 
-    def __init__(self, group: dist.ProcessGroup, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.group, self.elements, self.summed = group, elements, 0
-        CountedSum.latest = self
+    def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
+        self.group, self.rows, self.summed, self.normed = group, rows, 0, 0
+        CountedSums.latest = self
+
+    @staticmethod
+    def make(
+        group: dist.ProcessGroup, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> CountedSums:
+        return CountedSums(group, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.summed += x.numel() <= self.elements
+        self.summed += len(x) <= self.rows
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
 
+    def add_rms_norm(self, x_RH: Tensor, part_RH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self.normed += 1
+        return norm.add_rms_norm(x_RH, self(part_RH), weight_H, eps)
+
 
 def engine_peer(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
-    """Sums that leave their input alone may stand in for the group's: the same tokens."""
+    """Sums that leave their input alone, alone or with a norm, may stand in for the group's: the same tokens."""
     found = []
-    with worlds.layout(tp, ep) as context, mock.patch("bailing_mtp.rollout.engine.PeerSum", CountedSum):
+    with worlds.layout(tp, ep) as context, mock.patch("bailing_mtp.rollout.peers.PeerSums", CountedSums):
         model = worlds.fixture_model("moe", context)
         for tp_sum in ("library", "peer"):
             engine = make_engine(model, context, DRAFTS, tp_sum=tp_sum, keep_memory=True)
             found.append(responses(engine.generate(_prompts(3))))
-        assert found[0] == found[1] and CountedSum.latest.elements == 4 * (DRAFTS + 1) * model.trunk.arch.hidden_size
-        assert CountedSum.latest.summed > 100
+        counted = CountedSums.latest
+        assert found[0] == found[1] and counted.rows == 4 * (DRAFTS + 1)
+        assert counted.summed > counted.normed > 100
         engine.release()
-        assert engine._tp_sum is None
+        assert engine._peers is None
 
 
 def engine_graph_groups(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:

@@ -16,6 +16,7 @@ from bailing_mtp.rollout.prefill import PrefillPlan
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.weights.view import publish
 from tests.distributed import worlds
+from tests.rollout.blocks import assign_blocks
 
 DRAFTS, SLOTS, CONTEXT_TOKENS, BLOCK_TOKENS = 2, 3, 24, 4
 PROMPT_TOKENS = (9, 5)
@@ -43,7 +44,7 @@ def _run(context: ParallelContext, seed: int) -> dict[str, Tensor]:
     memory = RolloutMemory(plan, context.device)
     rollout = Program(publish(built.trunk, built.mtp, shard, WeightsClock()), memory, context)
     for slot in range(2):
-        memory.assign_blocks(slot, 0, list(range(slot * plan.max_blocks, (slot + 1) * plan.max_blocks)))
+        assign_blocks(memory, slot, 0, list(range(slot * plan.max_blocks, (slot + 1) * plan.max_blocks)))
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, arch.vocab_size, (2, CONTEXT_TOKENS), generator=generator)
     found = _prefill(rollout, tokens)

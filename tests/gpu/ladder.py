@@ -31,6 +31,7 @@ from bailing_mtp.rollout.rows import StepRows
 from bailing_mtp.weights.view import publish
 from tests.distributed.worlds import shard_of
 from tests.model.test_presets import preset
+from tests.rollout.blocks import assign_blocks
 
 CUT = {"num_hidden_layers": 4, "vocab_size": 4096, "num_experts": 32}
 
@@ -79,7 +80,7 @@ class Rig:
         memory = RolloutMemory(plan, context.device)
         blocks = torch.randperm(plan.n_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         for slot in range(slots):
-            memory.assign_blocks(slot, 0, blocks[slot * plan.max_blocks : (slot + 1) * plan.max_blocks])
+            assign_blocks(memory, slot, 0, blocks[slot * plan.max_blocks : (slot + 1) * plan.max_blocks])
         for tensor in (memory.latents_LBbx, *vars(memory.kda).values()):
             tensor.fill_(torch.nan)
         sets = (twins, prefill_kernels("torch", dtype))

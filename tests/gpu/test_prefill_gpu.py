@@ -28,6 +28,7 @@ from recipes.compose import compose
 from tests.distributed.golden import golden_batch
 from tests.distributed.worlds import fixture_model, shard_of
 from tests.kernels import prefill_cases as cases
+from tests.rollout.blocks import assign_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +82,7 @@ class Prefilled:
         memory = RolloutMemory(plan, context.device)
         blocks = torch.randperm(plan.n_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         for slot in range(plan.n_slots):
-            memory.assign_blocks(slot, 0, blocks[slot * plan.max_blocks : (slot + 1) * plan.max_blocks])
+            assign_blocks(memory, slot, 0, blocks[slot * plan.max_blocks : (slot + 1) * plan.max_blocks])
         for tensor in (memory.latents_LBbx, *vars(memory.kda).values()):
             tensor.fill_(torch.nan)
         sets = (decode_twins, prefill_twins)

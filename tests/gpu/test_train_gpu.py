@@ -256,7 +256,7 @@ def test_padding_stays_out_of_the_routers_counts(context: ParallelContext):
     from bailing_mtp.contracts.batch import PackedLayout
 
     arch = _arch(5000)
-    layout = PackedLayout.from_padded((50, 30), (64, 40))
+    layout = PackedLayout.build((50, 14, 30, 10), (False, True, False, True))
     ids = torch.randint(0, 5000, (104,), generator=torch.Generator().manual_seed(0))
     state = build_state(_built(arch, context, FAST), context, OptimConfig(), 10)
     objective = PretrainObjective(MtpConfig(loss_scale=0.3))

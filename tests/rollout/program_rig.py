@@ -24,6 +24,7 @@ from bailing_mtp.weights.fresh import init_fresh
 from bailing_mtp.weights.view import publish
 from recipes.compose import compose
 from tests.distributed.worlds import FP32, fixture_model, shard_of
+from tests.rollout.blocks import assign_blocks
 from tests.weights.stand_in import tiny_config
 
 VARIANTS = {
@@ -115,7 +116,7 @@ class Rig:
         """A fresh set of blocks that holds n_tokens."""
         n = -(-n_tokens // self.memory.plan.block_tokens)
         blocks = [self.free_blocks.pop(7 * i % len(self.free_blocks)) for i in range(n)]
-        self.memory.assign_blocks(slot, 0, blocks)
+        assign_blocks(self.memory, slot, 0, blocks)
 
     def prefill(
         self, parts: Sequence[tuple[int, int, Tensor]], room: int = 60, following: Tensor | None = None

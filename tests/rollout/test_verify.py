@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.worlds import layout
+from tests.rollout.blocks import assign_blocks
 from tests.rollout.program_rig import Rig, close, fixture_model
 
 DRAFTS = 3
@@ -166,7 +167,7 @@ def test_a_fork_continues_like_its_source(context, moe):
     speculate(rig, [0], [ids], 2, [1])
     rig.memory.copy_slots(torch.tensor([0]), torch.tensor([3]))
     # Position 8 begins the third block of four tokens: both may share the first two only.
-    rig.memory.assign_blocks(3, 2, [rig.free_blocks.pop() for _ in range(5)])
+    assign_blocks(rig.memory, 3, 2, [rig.free_blocks.pop() for _ in range(5)])
     branch = torch.cat((ids[:8], other))
     check_step(rig, [3, 0], [branch, ids], 2, [2, 0])
     check_step(rig, [0, 3], [ids, branch], 2, [1, 1])
@@ -181,7 +182,7 @@ def test_a_copied_block_holds_the_same_rows(context, moe):
     fresh = [rig.free_blocks.pop() for _ in range(4)]
     rig.memory.copy_slots(torch.tensor([0]), torch.tensor([2]))
     rig.memory.copy_block(int(table[0, 1]), fresh[0])
-    rig.memory.assign_blocks(2, 1, fresh)
+    assign_blocks(rig.memory, 2, 1, fresh)
     branch = torch.cat((ids[:6], rig.tokens(8, seed=3)))
     check_step(rig, [0, 2], [ids, branch], 2, [2, 2])
     check_step(rig, [0, 2], [ids, branch], 1, [0, 1])
