@@ -12,7 +12,7 @@ from bailing_mtp.losses.heads import HeadOptions, chosen_chunk_tokens, head_outp
 from bailing_mtp.training.state import TrainState
 
 PARTS = {
-    "KdaMixer": "kda", "GatedMla": "attention", "LocalMoeLayer": "experts", "MoELayer": "experts",
+    "KdaMixer": "kda", "GatedMla": "attention", "GroupedMoeLayer": "experts", "MoELayer": "experts",
     "SwiGluMlp": "dense mlp", "RmsNorm": "norms",
 }  # fmt: skip
 KERNELS_SHOWN = 30

@@ -79,13 +79,11 @@ class StackedExperts(nn.Module):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        grouped: bool,
         limit: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.limit = limit
-        self.grouped = grouped
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.gate_up = _expert_parameter((num_local_experts, 2 * width, hidden), config)
         self.down = _expert_parameter((num_local_experts, hidden, width), config)
@@ -97,16 +95,6 @@ class StackedExperts(nn.Module):
         so that data-parallel gradient reduction, which counts one gradient per parameter, never waits for it.
         """
         weights_n1 = probs[:, None].to(tokens.dtype)
-        if self.grouped and tokens.shape[0]:
-            return self._grouped(tokens, tokens_per_expert, weights_n1), None
-        return self._one_by_one(tokens, tokens_per_expert, weights_n1), None
-
-    def _grouped(self, tokens: Tensor, tokens_per_expert: Tensor, weights_n1: Tensor) -> Tensor:
-        ends_e = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
-        gate_up = F.grouped_mm(tokens, self.gate_up.transpose(1, 2), offs=ends_e)
-        return F.grouped_mm(swiglu(gate_up, self.limit) * weights_n1, self.down.transpose(1, 2), offs=ends_e)
-
-    def _one_by_one(self, tokens: Tensor, tokens_per_expert: Tensor, weights_n1: Tensor) -> Tensor:
         counts = tokens_per_expert.tolist()
         pieces = zip(
             tokens.split(counts), weights_n1.split(counts), self.gate_up.unbind(0), self.down.unbind(0), strict=True
@@ -114,7 +102,7 @@ class StackedExperts(nn.Module):
         outputs = [
             F.linear(swiglu(F.linear(x, gate_up), self.limit) * weights, down) for x, weights, gate_up, down in pieces
         ]
-        return torch.cat(outputs)
+        return torch.cat(outputs), None
 
     def backward_dw(self) -> None:
         """megatron-core's hook for delayed weight gradients; ours are never delayed."""

@@ -1,13 +1,16 @@
-"""Routed experts of a rank that holds all of them: no exchange of tokens, and the host never waits.
+"""Routed experts as grouped GEMMs over tokens sorted on the device.
 
-Shapes: T tokens of this rank (its sequence shard), k experts per token, A = T * k assignments, E experts, H hidden
-size, F width of an expert.
+A rank that holds all experts exchanges nothing, and its host never waits. Where experts are split, `exchange` brings
+the tokens here, and the host waits once a layer for their number.
+
+Shapes: T tokens (of this rank's sequence shard, or received), k experts per token, A assignments to experts held here
+(T * k where all are), E experts held here, H hidden size, F width of an expert.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -16,18 +19,21 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from bailing_mtp.model.exchange import OpeningExchange, return_sums, send_tokens
+from bailing_mtp.model.placement import Placement, placement
 
-class LocalMoeLayer(MoELayer):
-    """megatron-core's MoE layer; where expert parallel is 1, tokens are sorted, fed to grouped GEMMs and summed
-    here, with every count and offset on the device. With more ranks its dispatcher moves the tokens.
 
-    keeps_inputs: False computes the experts' sorted inputs and activations again in the backward.
+class GroupedMoeLayer(MoELayer):
+    """megatron-core's MoE layer with its own router and experts, without its dispatcher.
+
+    keeps_inputs: False computes the experts' sorted inputs and activations again in the backward, from the tokens
+    alone. Received tokens are kept for that: a row for each of a token's ranks, where the sorted inputs are a row for
+    each of its experts; another exchange in the backward would save less than it costs.
     """
 
     def __init__(self, *args: Any, kernels: ModuleType, keeps_inputs: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kernels, self.keeps_inputs = kernels, keeps_inputs
-        self.holds_every_expert = self.num_local_experts == self.config.num_moe_experts
 
     def forward(
         self,
@@ -36,56 +42,40 @@ class LocalMoeLayer(MoELayer):
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """[s, 1, H] -> ([s, 1, H], no bias); `padding_mask` [1, s] is True on tokens that routers do not count."""
-        if not self.holds_every_expert or not hidden_states.numel():
-            return super().forward(hidden_states, intermediate_tensors, padding_mask)
-        shared = self.shared_experts_compute(hidden_states)
         ids_Tk, weights_Tk = self.router.chosen(hidden_states, padding_mask, self.kernels)
+        x_TH, n_local = hidden_states.flatten(0, 1), self.num_local_experts
+        if n_local == self.config.num_moe_experts:
+            shared = self.shared_experts_compute(hidden_states)
+            out_TH = self._routed(ids_Tk, x_TH, weights_Tk, ids_Tk.numel())
+        else:
+            opening = OpeningExchange(ids_Tk, n_local, self.ep_group, self.kernels)
+            shared = self.shared_experts_compute(hidden_states)
+            exchange = opening.wait()
+            received = send_tokens(exchange, ids_Tk, n_local, x_TH, weights_Tk)
+            out_TH = return_sums(exchange, self._routed(*received, exchange.n_choices))
+        out = out_TH.view(hidden_states.shape)
+        return (out if shared is None else out + shared), None
+
+    def _routed(self, ids_Tk: Tensor, x_TH: Tensor, weights_Tk: Tensor, n_choices: int) -> Tensor:
         experts = self.experts
-        out_TH = _Experts.apply(
+        return _Experts.apply(
             self.kernels,
             experts.limit,
             self.keeps_inputs,
+            n_choices,
             ids_Tk,
-            hidden_states.flatten(0, 1),
+            x_TH,
             weights_Tk,
             experts.gate_up,
             experts.down,
         )
-        out = out_TH.view(hidden_states.shape)
-        return (out if shared is None else out + shared), None
-
-
-class Placement(NamedTuple):
-    """Assignments sorted by expert."""
-
-    token_A: Tensor
-    """Token of each sorted assignment."""
-    order_A: Tensor
-    """Place in the flat [T * k] of each sorted assignment."""
-    place_Tk: Tensor
-    """Where each choice of each token went."""
-    ends_E: Tensor
-    """int32; one past the last assignment of each expert."""
-
-
-def placement(ids_Tk: Tensor, num_experts: int) -> Placement:
-    """Sort the chosen experts' ids, on their device."""
-    ids_A = ids_Tk.flatten()
-    if num_experts <= torch.iinfo(torch.int16).max:
-        ids_A = ids_A.to(torch.int16)  # a quarter of the radix passes
-    sorted_A, order_A = ids_A.sort(stable=True)
-    place_A = torch.empty_like(order_A)
-    place_A[order_A] = torch.arange(order_A.numel(), device=order_A.device)
-    experts_E = torch.arange(num_experts, device=ids_A.device, dtype=sorted_A.dtype)
-    ends_E = torch.searchsorted(sorted_A, experts_E, right=True, out_int32=True)
-    return Placement(order_A // ids_Tk.shape[1], order_A, place_A.view(ids_Tk.shape), ends_E)
 
 
 class _Experts(Function):
-    """sum over a token's experts of weight * down(swiglu(gate_up x)), as grouped GEMMs both ways.
+    """sum over a token's experts held here of weight * down(swiglu(gate_up x)), as grouped GEMMs both ways.
 
-    A row's gradient goes back to its token by the same sum over places that joins the experts' outputs, so nothing
-    is added atomically and a repeated run gives the same bits.
+    ids_Tk: E for experts of other ranks, `n_choices` others. A row's gradient goes back to its token by the same sum
+    over places that joins the experts' outputs, so nothing is added atomically and a repeated run gives the same bits.
     """
 
     @staticmethod
@@ -94,14 +84,18 @@ class _Experts(Function):
         kernels: ModuleType,
         limit: float | None,
         keeps_inputs: bool,
+        n_choices: int,
         ids_Tk: Tensor,
         x_TH: Tensor,
         weights_Tk: Tensor,
         gate_up_E2FH: Tensor,
         down_EHF: Tensor,
     ) -> Tensor:
-        ctx.kernels, ctx.limit, ctx.weights_dtype = kernels, limit, weights_Tk.dtype
-        where = placement(ids_Tk, gate_up_E2FH.shape[0])
+        ctx.kernels, ctx.limit, ctx.n_choices, ctx.weights_dtype = kernels, limit, n_choices, weights_Tk.dtype
+        if not n_choices:
+            ctx.save_for_backward(x_TH, weights_Tk, gate_up_E2FH, down_EHF)
+            return torch.zeros_like(x_TH)
+        where = placement(ids_Tk, gate_up_E2FH.shape[0]).first(n_choices)
         x_AH = x_TH.index_select(0, where.token_A)
         weights_A = weights_Tk.flatten()[where.order_A]
         hidden_A2F = F.grouped_mm(x_AH, gate_up_E2FH.transpose(1, 2), offs=where.ends_E)
@@ -114,6 +108,8 @@ class _Experts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.n_choices:
+            return None, None, None, None, None, *map(torch.zeros_like, ctx.saved_tensors)
         x, act_AF, hidden_A2F, weights_A, *rest = ctx.saved_tensors
         where, (gate_up_E2FH, down_EHF) = Placement(*rest[:4]), rest[4:]
         x_AH = x if act_AF is not None else x.index_select(0, where.token_A)
@@ -129,5 +125,8 @@ class _Experts(Function):
         gate_up_grad = F.grouped_mm(hidden_grad_A2F.t(), x_AH, offs=where.ends_E)
         x_grad_AH = F.grouped_mm(hidden_grad_A2F, gate_up_E2FH, offs=where.ends_E)
         x_grad_TH = ctx.kernels.sum_choices(x_grad_AH, where.place_Tk)
-        weights_grad_Tk = weights_grad_A[where.place_Tk].to(ctx.weights_dtype)
-        return None, None, None, None, x_grad_TH, weights_grad_Tk, gate_up_grad, down_grad
+        # Of other ranks' experts no gradient comes from here.
+        weights_grad = weights_grad_A.new_zeros(where.place_Tk.numel(), dtype=ctx.weights_dtype)
+        weights_grad[where.order_A] = weights_grad_A.to(ctx.weights_dtype)
+        weights_grad_Tk = weights_grad.view(where.place_Tk.shape)
+        return None, None, None, None, None, x_grad_TH, weights_grad_Tk, gate_up_grad, down_grad

@@ -44,7 +44,8 @@ class ModelSettings:
     fp8: a name of FP8_RECIPES, for the trunk's te linears and experts; None computes them in `dtype`.
     fused_weight_gradients: apex adds a linear's weight gradient to the fp32 buffer in the GEMM that makes it.
     kda: "torch" (the twin, any device) or "fla" (GPU kernels).
-    experts: "loop" over the experts (any device), or "grouped": one grouped GEMM over all of them.
+    experts: "loop" over the experts behind megatron-core's dispatcher (any device), or "grouped": one grouped GEMM over
+    all of them, tokens sorted and exchanged by this package (backend "local").
     attention: "sdpa", torch's own (on a GPU in bf16 its fastest kernel that takes the pack), or "flash": flash-attn's.
     kernels: "torch", or "triton" for the element-wise pieces between the matrix products (GPU).
     recompute: "selective" computes the experts' sorted inputs and SwiGLU (of grouped experts) and KDA between its

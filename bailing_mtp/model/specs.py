@@ -16,7 +16,7 @@ from bailing_mtp.contracts.architecture import Architecture, LayerPlan
 from bailing_mtp.model.kda import KdaMixer
 from bailing_mtp.model.mla import GatedMla
 from bailing_mtp.model.mlp import SharedExpert, StackedExperts, SwiGluMlp
-from bailing_mtp.model.moe import LocalMoeLayer
+from bailing_mtp.model.moe import GroupedMoeLayer
 from bailing_mtp.model.replay import TrunkLayer
 from bailing_mtp.model.router import GroupLimitedRouter
 from bailing_mtp.model.settings import ModelSettings
@@ -95,11 +95,10 @@ def _mlp(plan: LayerPlan, arch: Architecture, settings: ModelSettings) -> functo
     if settings.backend == "te":
         experts = functools.partial(layer_module(settings).Experts, limit=plan.swiglu_limit)
     else:
-        grouped = settings.experts == "grouped"
-        experts = functools.partial(StackedExperts, grouped=grouped, limit=plan.swiglu_limit)
-        if grouped:
+        experts = functools.partial(StackedExperts, limit=plan.swiglu_limit)
+        if settings.experts == "grouped":
             layer = functools.partial(
-                LocalMoeLayer,
+                GroupedMoeLayer,
                 kernels=importlib.import_module(ELEMENTWISE_KERNELS[settings.kernels]),
                 keeps_inputs=settings.recompute != "selective",
             )

@@ -103,7 +103,7 @@ class Experts(StackedExperts):
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, limit: float | None = None, **_: Any) -> None:
-        super().__init__(num_local_experts, config, grouped=True, limit=limit)
+        super().__init__(num_local_experts, config, limit)
         products = [_lent(weight) for weight in (self.gate_up, self.down)]
         # In a tuple, which hides a module and its parameters from this one.
         self._products = (products,)
@@ -118,14 +118,16 @@ class Experts(StackedExperts):
             pad, unpad = (kind(num_local_experts, multiple) for kind in (te.Fp8Padding, te.Fp8Unpadding))
             self._padding = ((pad, unpad),)
 
-    def _grouped(self, tokens: Tensor, tokens_per_expert: Tensor, weights_n1: Tensor) -> Tensor:
-        counts = tokens_per_expert.tolist()
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        if not tokens.shape[0]:
+            return super().forward(tokens, tokens_per_expert, probs)
+        weights_n1, counts = probs[:, None].to(tokens.dtype), tokens_per_expert.tolist()
         if not self._padding:
-            return self._mlp(tokens, weights_n1, counts)
+            return self._mlp(tokens, weights_n1, counts), None
         ((pad, unpad),) = self._padding
         tokens, padded = pad(tokens, counts)
         weights_n1, _ = pad(weights_n1, counts)
-        return unpad(self._mlp(tokens, weights_n1, padded), counts)
+        return unpad(self._mlp(tokens, weights_n1, padded), counts), None
 
     def _mlp(self, tokens_nH: Tensor, weights_n1: Tensor, counts: Sequence[int]) -> Tensor:
         ((gate_up, down),) = self._products

@@ -159,17 +159,27 @@ def moe_block(sizes: PassSizes, plan: LayerPlan) -> Block:
     router = s * (arch.num_experts * FP32 + k * (INT64 + FP32) + FP32)
     inputs, hidden, product = A * H * b, A * 2 * F * b, A * F * b
     weight_grads = experts * 3 * F * H * b
-    if sizes.settings.experts == "grouped" and sizes.settings.backend == "local" and sizes.ep == 1:
-        # Where each choice went, and its weight.
-        places = A * (3 * INT64 + FP32)
-        working = weight_grads + product + hidden + inputs
+    if sizes.settings.experts == "grouped" and sizes.settings.backend == "local":
+        # On the ranks that a token goes to, with all of its choices; experts that are all here get it once.
+        rows = s * ranks_of_a_token(arch, sizes.ep)
+        received = rows * H * b if sizes.ep > 1 else 0
+        # Where each choice of each row went, and weights; where each token was sent.
+        places = rows * k * 3 * INT64 + A * FP32 + (s * sizes.ep * 2 * INT64 if sizes.ep > 1 else 0)
+        working = weight_grads + product + hidden + inputs + received
         if sizes.settings.recompute == "selective":
-            return Block(router + shared.kept + hidden + places, working, inputs + product)
+            return Block(router + shared.kept + hidden + places + received, working, inputs + product)
         return Block(router + shared.kept + hidden + places + inputs + product, working)
     # megatron-core's dispatcher and a SwiGLU of torch's functions.
     limits = 0 if plan.swiglu_limit is None else 2
     kept = inputs + hidden + (3 + limits) * product + s * arch.num_experts * (3 * FP32 + 2)
     return Block(router + shared.kept + kept, weight_grads + 2 * (inputs + hidden))
+
+
+def ranks_of_a_token(arch: Architecture, ep: int) -> int:
+    """At most: as many as hold one of its experts, which lie in its groups."""
+    groups = arch.num_groups
+    ranks_of_a_group = -(-ep // groups) + (ep % groups > 0 and groups % ep > 0)
+    return min(ep, arch.experts_per_token, arch.groups_per_token * ranks_of_a_group)
 
 
 def rope_bytes(sizes: PassSizes) -> int:

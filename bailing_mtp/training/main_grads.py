@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
@@ -45,5 +46,6 @@ def _write_first(parameter: nn.Parameter) -> None:
     # DDP's hook, which comes next, adds the gradient unless it is told that this has been done.
     parameter.grad_added_to_main_grad = parameter.main_grad_is_old
     if parameter.main_grad_is_old:
-        parameter.main_grad.copy_(parameter.grad)
+        # Between two dtypes copy_ moves one element at a time; this moves several.
+        torch._foreach_copy_([parameter.main_grad], [parameter.grad])
         parameter.main_grad_is_old = False

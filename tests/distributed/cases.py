@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from bailing_mtp.contracts.batch import TokenBatch
+from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.state import DdpOptions, build_state
 from bailing_mtp.training.step import train_step
-from tests.distributed import cases_checkpoint, cases_rl, worlds
+from tests.distributed import cases_checkpoint, cases_exchange, cases_rl, worlds
 from tests.distributed.cases_benchmark import forced_drafts, touched_shares
 from tests.distributed.cases_engine import (
     engine,
@@ -39,10 +40,12 @@ from tests.distributed.golden import check_golden
 Case = Callable[[worlds.Reference, Path], None]
 
 
-def golden(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+def golden(
+    reference: worlds.Reference, scratch: Path, tp: int, ep: int, settings: ModelSettings = worlds.FP32
+) -> None:
     with worlds.layout(tp, ep) as context:
         for kind in ("dense", "moe") if ep == 1 else ("moe",):
-            check_golden(kind, context)
+            check_golden(kind, context, settings)
 
 
 def gradients(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
@@ -54,9 +57,11 @@ def gradients(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> N
         assert worst[0] <= 1e-4, f"gradient of {worst[1]} differs by {worst[0]}"
 
 
-def three_steps(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+def three_steps(
+    reference: worlds.Reference, scratch: Path, tp: int, ep: int, settings: ModelSettings = worlds.FP32
+) -> None:
     with worlds.layout(tp, ep) as context:
-        built = worlds.fixture_model("moe", context)
+        built = worlds.fixture_model("moe", context, settings)
         state = build_state(built, context, worlds.OPTIM, 10, worlds.SMALL_BUCKETS)
         metrics = worlds.three_steps(state, _mine(context))
         for ours, theirs in zip(metrics, reference.metrics, strict=True):
@@ -105,10 +110,12 @@ def _check_replicas(modules: tuple[torch.nn.Module, ...], context: ParallelConte
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"replicas of {name} differ"
 
 
-def idle_expert_rank(reference: worlds.Reference, scratch: Path) -> None:
+def idle_expert_rank(
+    reference: worlds.Reference, scratch: Path, settings: ModelSettings = worlds.FP32
+) -> None:
     """All tokens go to the first rank's experts; the other rank's still take part in every reduction."""
     with worlds.layout(tp=1, ep=2) as context:
-        built = worlds.fixture_model("moe", context)
+        built = worlds.fixture_model("moe", context, settings)
         n_local = built.trunk.arch.num_experts // 2
         for module in built.modules:
             for name, buffer in module.named_buffers():
@@ -174,6 +181,14 @@ CASES: dict[int, dict[str, Case]] = {
         **_layouts(detached_trunk, (1, 1), (1, 2)),
         **_layouts(stop_together, (1, 1), (2, 1)),
         **_layouts(eight_bits, (2, 2)),
+        **_layouts(cases_exchange.grouped, (1, 2), (2, 2)),
+        "golden_grouped": functools.partial(golden, tp=2, ep=2, settings=worlds.GROUPED),
+        "three_steps_grouped": functools.partial(three_steps, tp=2, ep=2, settings=worlds.GROUPED),
+        "replay_grouped": functools.partial(cases_rl.replay, tp=1, ep=2, settings=worlds.GROUPED),
+        "exchanged": cases_exchange.exchanged,
+        "a_row_for_each_rank": cases_exchange.a_row_for_each_rank,
+        "idle_expert_rank_grouped": functools.partial(idle_expert_rank, settings=worlds.GROUPED),
+        "kept_bytes": cases_exchange.kept_bytes,
         "idle_expert_rank": idle_expert_rank,
         "no_mtp_sites": no_mtp_sites,
         "vocab_parallel": vocab_parallel,
@@ -187,6 +202,9 @@ CASES: dict[int, dict[str, Case]] = {
     4: {
         **_layouts(gradients, (2, 2)),
         **_layouts(three_steps, (2, 2)),
+        **_layouts(cases_exchange.grouped, (1, 4), (2, 2)),
+        "exchanged": cases_exchange.exchanged,
+        "a_row_for_each_rank": cases_exchange.a_row_for_each_rank,
         **_layouts(export, (2, 4)),
         **_layouts(rollout_program, (2, 4), (2, 2)),
         **_layouts(engine, (2, 4)),

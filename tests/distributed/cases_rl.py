@@ -19,6 +19,7 @@ from bailing_mtp.contracts.pairs import PairBatch
 from bailing_mtp.contracts.samples import Sample, SamplingParams
 from bailing_mtp.losses.documents import document_sums
 from bailing_mtp.model.build import BuiltModel
+from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rl.samples import PolicyRow, pack_rows
 from bailing_mtp.training.objective import Objective
@@ -104,14 +105,16 @@ def grpo(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
             torch.testing.assert_close(batch.old_logprob_T, batch.rollout_logprob_T, atol=1e-4, rtol=0)
 
 
-def replay(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+def replay(
+    reference: worlds.Reference, scratch: Path, tp: int, ep: int, settings: ModelSettings = worlds.FP32
+) -> None:
     """Split rollouts record what one process records; split steps replay choices that no router would make."""
-    sampling, settings = SamplingParams(temperature=0.8, max_new_tokens=9, seed=5), {"k": 2, "records_routes": True}
+    sampling, options = SamplingParams(temperature=0.8, max_new_tokens=9, seed=5), {"k": 2, "records_routes": True}
     prompts = random_prompts(3, 512, sampling, seed=3, samples=2, longest=22)
     with worlds.layout(1, 1) as alone:
-        groups = make_engine(worlds.fixture_model("moe", alone), alone, **settings).generate(prompts)
+        groups = make_engine(worlds.fixture_model("moe", alone), alone, **options).generate(prompts)
     with worlds.layout(tp, ep) as context:
-        split = make_engine(worlds.fixture_model("moe", context), context, **settings).generate(prompts)
+        split = make_engine(worlds.fixture_model("moe", context), context, **options).generate(prompts)
     for ours, theirs in zip(all_samples(split), all_samples(groups), strict=True):
         assert ours.response_ids == theirs.response_ids
         np.testing.assert_array_equal(np.sort(ours.routes), np.sort(theirs.routes))
@@ -121,7 +124,7 @@ def replay(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None
     expected = _on_one_process(REPLAY, [batch for batches in per_rank for batch in batches])
     assert 0.1 < expected.means["rollout/route_agreement"] < 0.6
     with worlds.layout(tp, ep) as context:
-        _compare(REPLAY, expected, per_rank[context.dp_rank], context)
+        _compare(REPLAY, expected, per_rank[context.dp_rank], context, settings)
 
 
 def _plain_references(batches: list[PairBatch]) -> Tensor:
@@ -159,16 +162,22 @@ class Expected(NamedTuple):
     means: dict[str, float]
 
 
-def _compare(objective: Objective, expected: Expected, mine: list[TokenBatch], context: ParallelContext) -> None:
+def _compare(
+    objective: Objective,
+    expected: Expected,
+    mine: list[TokenBatch],
+    context: ParallelContext,
+    settings: ModelSettings = worlds.FP32,
+) -> None:
     """Gradients and metrics of the ranks' shares against those of all microbatches on one process."""
-    built = worlds.fixture_model("moe", context)
+    built = worlds.fixture_model("moe", context, settings)
     state = build_state(built, context, worlds.OPTIM, 10, DdpOptions(overlap_grad_reduce=False))
     accumulate_gradients(state, mine, objective)
     finish_gradients(state, reduce_whole=True)
     worst = worlds.largest_difference(built, context, expected.grads, "grad")
     assert worst[0] <= 1e-4, f"gradient of {worst[1]} differs by {worst[0]}"
     # A new model: finishing the gradients has moved the routers' bias.
-    state = build_state(worlds.fixture_model("moe", context), context, worlds.OPTIM, 10)
+    state = build_state(worlds.fixture_model("moe", context, settings), context, worlds.OPTIM, 10)
     metrics = train_step(state, mine, objective).metrics
     for name, value in expected.means.items():
         assert abs(metrics[name] - value) <= 1e-4 * max(1.0, abs(value)), (name, metrics[name], value)

@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from bailing_mtp.contracts.batch import PackedLayout, TokenBatch
+from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.scoring import Scores, score_batch
-from tests.distributed.worlds import FIXTURES, fixture_model
+from tests.distributed.worlds import FIXTURES, FP32, fixture_model
 
 MAX_DIFFERENCE = 2e-3
 CLEAR_GAP = 1e-2
@@ -22,10 +23,10 @@ def golden_batch(kind: str) -> tuple[TokenBatch, dict[str, torch.Tensor]]:
     return TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), layout), expected
 
 
-def check_golden(kind: str, context: ParallelContext) -> None:
+def check_golden(kind: str, context: ParallelContext, settings: ModelSettings = FP32) -> None:
     """Trunk and MTP logits in fp32 against an independent implementation."""
     batch, expected = golden_batch(kind)
-    built = fixture_model(kind, context)
+    built = fixture_model(kind, context, settings)
     for module in built.modules:
         module.eval()
     scores = score_batch(built, batch, context, with_logits=True, chunk_tokens=100)

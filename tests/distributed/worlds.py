@@ -27,6 +27,7 @@ from bailing_mtp.weights.names import ParamMaps, Shard, mtp_map, trunk_map
 TIMEOUT_S = 60.0
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "bailing_v3"
 FP32 = ModelSettings(torch.float32, torch.float32, expert_bias_rate=1e-3)
+GROUPED = replace(FP32, experts="grouped")
 # eps well above the rounding differences of tiny gradients, which Adam would otherwise turn into whole steps.
 OPTIM = OptimConfig(lr=1e-3, schedule="constant", eps=1e-5, clip_grad=1.0)
 EIGHT_BITS = OPTIM.model_copy(update={"name": "adamw8bit"})

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bailing_mtp.config import MtpConfig, OptimConfig
 from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
+from bailing_mtp.kernels.triton import train
 from bailing_mtp.kernels.triton.norm import add_rms_norm
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
@@ -27,7 +28,7 @@ from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import train_step
 from bailing_mtp.weights.fresh import init_fresh
-from tests.distributed import cases_checkpoint, cases_engine, worlds
+from tests.distributed import cases_checkpoint, cases_engine, cases_exchange, worlds
 from tests.distributed.cases import Case, _layouts, golden, gradients, three_steps
 from tests.distributed.cases_benchmark import forced_drafts
 from tests.distributed.golden import MAX_DIFFERENCE, golden_batch
@@ -204,6 +205,24 @@ def fast_training(reference: worlds.Reference, scratch: Path, tp: int, ep: int) 
             assert error <= (0.1 if "norm" in name else 0.02), f"step {step}: {name} {split[name]} and {whole[name]}"
 
 
+def exchange_never_waits_for_all(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
+    """Sizes come to the host by an event, and never by a copy that waits for all that the device has queued."""
+    batch, objective = models.pack((200, 56), vocab=64), PretrainObjective(MtpConfig(loss_scale=0.3))
+    for recompute in ("none", "selective", "full"):
+        with worlds.layout(tp, ep) as context:
+            state = _state(context, dataclasses.replace(FAST, recompute=recompute))
+            counts, on_device = objective.count(batch), batch.to(context.device)
+            for run in range(3):
+                torch.cuda.synchronize()
+                # Once everything is compiled.
+                torch.cuda.set_sync_debug_mode("error" if run == 2 else "default")
+                try:
+                    with state.trunk.no_sync(), state.mtp.no_sync():
+                        objective(state, on_device, counts).total.backward()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+
 def graphs_follow_the_weights(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """After a training step the kept graphs give the tokens of eager steps on the new weights."""
     batch, prompts = models.pack((200, 56), vocab=64), _prompts(8, SAMPLED)
@@ -237,6 +256,11 @@ CASES: dict[int, dict[str, Case]] = {
         "engine_disagreement": cases_engine.engine_disagreement,
         "reshard": functools.partial(cases_checkpoint.reshard, tolerance=1e-5),
         "peer_sums": functools.partial(peer_sums, tp=2, ep=2),
+        "a_row_for_each_rank": cases_exchange.a_row_for_each_rank,
+        "exchanged": functools.partial(
+            cases_exchange.exchanged, kernels=train, dtype=BF16, limit=None, tolerance=0.02
+        ),
+        **_layouts(exchange_never_waits_for_all, (1, 2), (2, 2)),
         "peer_norms": functools.partial(peer_norms, tp=2, ep=2),
     }
 }

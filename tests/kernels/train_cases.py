@@ -47,9 +47,15 @@ def check_gated_norm(kernels, device: str, dtype: torch.dtype, *, T: int, h: int
 def check_sum_choices(kernels, device: str, dtype: torch.dtype, *, T: int, k: int, H: int):
     draw = Draw(device, dtype, T + H)
     y, place = draw.normal(T * k, H), draw.permutation(T * k).view(T, k)
-    with poisoned():
-        ours = kernels.sum_choices(y, place)
-    _compare(ours, twin.sum_choices(y, place), dtype, "sum of choices")
+    # All rows; the first half of them, what follows being no rows of this tensor; none.
+    for A in (T * k, T * k // 2, 0):
+        with poisoned():
+            ours = kernels.sum_choices(y[:A], place)
+        _compare(ours, twin.sum_choices(y[:A], place), dtype, f"sum of {A} choices")
+        for t in (0, T - 1):
+            rows = [y[row].double() for row in place[t].tolist() if row < A]
+            plain = sum(rows, torch.zeros(H, dtype=torch.float64, device=device))
+            assert_close(ours[t], plain.to(dtype), dtype, f"plain sum of {A} choices")
 
 
 def check_choose(kernels, device: str, *, R: int, E: int, k: int, groups: int, kept: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,15 @@ from bailing_mtp.errors import UserError
 from bailing_mtp.model.build import build_model, build_on_meta, count_parameters
 from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.training.activations import Block, PassSizes, backward_peak, layer_of, pass_bytes, whole_layer_again
+from bailing_mtp.training.activations import (
+    Block,
+    PassSizes,
+    backward_peak,
+    layer_of,
+    pass_bytes,
+    ranks_of_a_token,
+    whole_layer_again,
+)
 from bailing_mtp.training.memory_plan import (
     GIB,
     RESERVE,
@@ -170,6 +179,25 @@ def test_a_rollout_takes_its_turn_or_stays(context: ParallelContext):
     stays = plan_training(dataclasses.replace(inputs, rollout=dataclasses.replace(rollout, stays=True)))
     assert stays.phases["forward and backward"] == alone.phases["forward and backward"] + 8 * GIB
     assert stays.phases["rollout"] == turns.phases["rollout"]
+
+
+def test_a_token_goes_to_the_ranks_of_its_groups():
+    """The most ranks that any choice of groups and of experts in them reaches."""
+    base = preset("tiny")
+    sizes = ((16, 4, 2, 4), (16, 8, 4, 8), (24, 3, 1, 4), (24, 1, 1, 3), (24, 6, 2, 3))
+    for n_experts, n_groups, per_token, k in sizes:
+        arch = dataclasses.replace(
+            base, num_experts=n_experts, num_groups=n_groups, groups_per_token=per_token, experts_per_token=k
+        )
+        size = n_experts // n_groups
+        for ep in (ep for ep in range(1, n_experts + 1) if n_experts % ep == 0):
+            reached = 0
+            for groups in itertools.combinations(range(n_groups), per_token):
+                experts = [expert for group in groups for expert in range(group * size, (group + 1) * size)]
+                reached = max(reached, min(k, len({expert * ep // n_experts for expert in experts})))
+            bound = ranks_of_a_token(arch, ep)
+            uneven = n_groups % ep and ep % n_groups
+            assert reached == bound or (uneven and reached < bound), (sizes, ep, reached, bound)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_ways_to_fit(context: ParallelContext):

@@ -74,8 +74,12 @@ def gated_norm_grad(
 
 
 def sum_choices(y_AH: Tensor, place_Tk: Tensor) -> Tensor:
-    """Sum of the rows y[place[t, 0]], ..., y[place[t, k-1]] of every token, added in fp32; [T, H] in y's dtype."""
-    return y_AH[place_Tk].to(_wide(y_AH)).sum(1).to(y_AH.dtype)
+    """Sum of the rows y[place[t, 0]], ..., y[place[t, k-1]] of every token, added in fp32; [T, H] in y's dtype.
+
+    A place past the last row counts as nothing.
+    """
+    rows_TkH = F.pad(y_AH, (0, 0, 0, 1))[place_Tk.clamp(max=y_AH.shape[0])]
+    return rows_TkH.to(_wide(y_AH)).sum(1).to(y_AH.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -236,23 +236,23 @@ def gated_norm_grad(
 
 
 @triton.jit
-def _sum_choices(out, y, place, H, k: tl.constexpr, TILE: tl.constexpr):
+def _sum_choices(out, y, place, A, H, k: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     sum_H = tl.zeros([TILE], tl.float32)
     for choice in tl.static_range(k):
         row = tl.load(place + token * k + choice).to(tl.int64)
-        sum_H += tl.load(y + row * H + ids, mask=ids < H, other=0.0).to(tl.float32)
+        sum_H += tl.load(y + row * H + ids, mask=(ids < H) & (row < A), other=0.0).to(tl.float32)
     tl.store(out + token * H + ids, sum_H.to(out.dtype.element_ty), mask=ids < H)
 
 
 def sum_choices(y_AH: Tensor, place_Tk: Tensor) -> Tensor:
     """As kernels.reference.train.sum_choices."""
     y_AH, place_Tk = y_AH.contiguous(), place_Tk.contiguous()
-    (T, k), H = place_Tk.shape, y_AH.shape[1]
+    (T, k), (A, H) = place_Tk.shape, y_AH.shape
     out_TH = torch.empty(T, H, dtype=y_AH.dtype, device=y_AH.device)
     if T:
         tile = min(CHOICES_TILE, triton.next_power_of_2(H))
         grid = (T, triton.cdiv(H, tile))
-        _sum_choices[grid](out_TH, y_AH, place_Tk, H, k=k, TILE=tile, num_warps=max(1, tile // 256))
+        _sum_choices[grid](out_TH, y_AH, place_Tk, A, H, k=k, TILE=tile, num_warps=max(1, tile // 256))
     return out_TH
