@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from .checks import check_drafts, check_graphs
 from .section import (
@@ -73,8 +73,8 @@ class SamplingConfig(Section):
     """Keep the likeliest tokens while the mass before them is <= top_p; 1 = all."""
     min_new_tokens: NonNegativeInt = 0
     """Response tokens before a stop token may be drawn, or a stop string may end the response."""
-    max_new_tokens: PositiveInt = 256
-    """Longest response in tokens."""
+    max_new_tokens: Annotated[PositiveInt, Field(validate_default=True)] = 256
+    """Longest response in tokens; at least min_new_tokens."""
     seed: NonNegativeInt | None = None
     """Seed of the noise; null = that of the run."""
     stop_token_ids: TokenIds = ()
@@ -87,6 +87,14 @@ class SamplingConfig(Section):
     """Do not end at the tokenizer's end of text."""
     samples_per_prompt: PositiveInt = 1
     """Responses per prompt."""
+
+    @field_validator("max_new_tokens")
+    @classmethod
+    def _not_below_the_least(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min_new_tokens", 0)
+        if value < least:
+            raise ValueError(f"{value}; allowed: at least min_new_tokens, {least}")
+        return value
 
 
 class RlConfig(Section):

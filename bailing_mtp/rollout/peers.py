@@ -14,8 +14,9 @@ from torch import Tensor
 from bailing_mtp.kernels.triton import norm, peer_norm
 from bailing_mtp.parallel.collectives import PeerSum, peer_words
 
-MAIL_ROWS = 256
-"""Rows up to which a sum and its norm are one launch."""
+MAIL_ROWS = 768
+"""Rows of all other ranks together up to which a sum and its norm are one launch. On two H200s, for rows of 1536 in
+bf16, it takes 2.8, 4.2, 7.6 and 16.9 us at 1, 64, 256 and 768 rows, PeerSum and the norm 7.7, 9.6, 13.8 and 20.1."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PeerSums:
         group: dist.ProcessGroup, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> PeerSums:
         """For sums of up to `rows` rows. Collective."""
-        n = min(rows, MAIL_ROWS)
+        n = min(rows, MAIL_ROWS // max(1, group.size() - 1))
         words = peer_norm.Mailboxes.words(group.size(), n, hidden_size, dtype.itemsize)
         room, addresses = peer_words(group, words, device)
         mail = peer_norm.Mailboxes(

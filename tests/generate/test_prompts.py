@@ -58,6 +58,10 @@ def test_three_forms_and_own_sampling(tmp_path: Path, tokenizer: Tokenizer):
         ({"prompt_ids": [1], "sampling": {"temprature": 1}}, "p.jsonl:1: sampling.temprature: unknown key"),
         ({"prompt_ids": [1], "sampling": {"top_p": 0}}, "p.jsonl:1: sampling.top_p: 0 is not allowed"),
         ({"prompt_ids": [1], "sampling": {"seed": 2**32}}, "p.jsonl:1: sampling.seed: 4294967296; allowed: 0 to"),
+        (
+            {"prompt_ids": [1], "sampling": {"min_new_tokens": 300}},
+            "p.jsonl:1: sampling.max_new_tokens: 256; allowed: at least min_new_tokens, 300",
+        ),
         ({"prompt_ids": [1], "sampling": 3}, '"sampling" is no object'),
         ({"prompt_ids": [1, 512]}, "p.jsonl:1: prompt_ids: 512 is no token; allowed: 0 to 511"),
         ({"prompt_ids": [-1]}, "p.jsonl:1: prompt_ids: -1 is no token"),
