@@ -52,11 +52,11 @@ ENTRIES = 512
 """Of the vocabulary, so that what is generated keeps to few tokens."""
 PRETRAIN = (
     "model=tiny", f"model.architecture.vocab_size={ENTRIES}", f"data.vocab_size={ENTRIES}", *PACKS, "mtp=joint",
-    "mtp.depth=2", "data.path=reasoning_gym:chain_sum,gcd?documents=400", "optim.lr=2e-3", "optim.schedule=constant",
+    "mtp.depth=2", "optim.lr=2e-3", "optim.schedule=constant",
 )  # fmt: skip
 SFT = (
-    "data.path=reasoning_gym:gcd?documents=200", "data.chat_template=plain", *PACKS, "mtp=detached", "train.steps=2",
-    "train.eval_every=2", "train.eval_steps=1", "data.valid_fraction=0.1", "optim.lr=1e-3",
+    "data.chat_template=plain", *PACKS, "mtp=detached", "train.steps=2", "train.eval_every=2",
+    "train.eval_steps=1", "data.valid_fraction=0.1", "optim.lr=1e-3",
 )  # fmt: skip
 DPO = (
     "data.chat_template=plain", *PACKS, "mtp=detached", "train.steps=3", "data.valid_fraction=0", "optim.lr=1e-4",
@@ -155,12 +155,13 @@ def tell(folder: Path, stage: Stage) -> Story:
     folder.mkdir(parents=True, exist_ok=True)
     story = Story(folder, stage)
     _write_data(folder)
-    story.run({"pretrain": (*PRETRAIN, *story.trains("pretrain"), f"train.steps={HALF}")})
+    pretrain = (f"data.path={folder / 'texts.jsonl'}", *PRETRAIN, *story.trains("pretrain"))
+    story.run({"pretrain": (*pretrain, f"train.steps={HALF}")})
     begun = f"checkpoint.load={story.checkpoint('pretrain', HALF)}"
     story.run(
         {
-            "pretrain_on": (*PRETRAIN, *story.trains("pretrain"), f"train.steps={2 * HALF}"),
-            "sft": (begun, *SFT, *story.trains("sft")),
+            "pretrain_on": (*pretrain, f"train.steps={2 * HALF}"),
+            "sft": (begun, f"data.path={folder / 'answers.jsonl'}", *SFT, *story.trains("sft")),
         }
     )
     tuned = f"checkpoint.load={story.checkpoint('sft', 2)}"
@@ -192,11 +193,18 @@ def tell(folder: Path, stage: Stage) -> Story:
 
 
 def _write_data(folder: Path) -> None:
-    """Problems for grpo, others for its evaluations, and pairs for dpo."""
+    """Texts for pretraining, answers for sft, problems for grpo, others for its evaluations, pairs for dpo."""
     sums = [(a, b) for a in range(2, 10) for b in range(2, 6)]
     asked = [{"prompt": f"What is {a} plus {b}?\n", "answer": str(a + b)} for a, b in sums]
-    pairs = [{"prompt": x["prompt"], "chosen": x["answer"], "rejected": f"not {x['answer']}"} for x in asked]
-    for name, records in (("problems", asked[:-6]), ("held_out", asked[-6:]), ("pairs", pairs)):
+    products = [(a, b) for a in range(11, 61) for b in range(2, 10)]
+    written = {
+        "texts": [{"text": f"{a} times {b}, that is {a} plus {a * (b - 1)}, gives {a * b}. " * 2} for a, b in products],
+        "answers": [{"prompt": f"What is {a} times {b}?\n", "response": f"It is {a * b}."} for a, b in products[::2]],
+        "problems": asked[:-6],
+        "held_out": asked[-6:],
+        "pairs": [{"prompt": x["prompt"], "chosen": x["answer"], "rejected": f"not {x['answer']}"} for x in asked],
+    }
+    for name, records in written.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
