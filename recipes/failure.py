@@ -1,5 +1,6 @@
 """How a run ends on a user's mistake: exit code 1 and one message, whatever the number of ranks."""
 
+import errno
 import sys
 import time
 import traceback
@@ -13,7 +14,9 @@ from bailing_mtp.config import UserError
 from .ranks import Ranks
 
 OF_FILES = (UserError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""A user's mistakes whatever they name; any other OSError is one if it names a file (a full or read-only disk)."""
+"""A user's mistakes whatever they name; any other OSError is one if it names a file, or tells of the disk."""
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Full or read-only: writing to an open file names none."""
 ROOT = Path(__file__).resolve().parents[1]
 # The launcher ends the other ranks within about a second of the first exit.
 FIRST_RANK_PRINTS_WITHIN_S = 10.0
@@ -37,7 +40,7 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
             stack.push(name_rank)
             yield
     except (UserError, OSError) as error:
-        if not isinstance(error, OF_FILES) and error.filename is None:
+        if not isinstance(error, OF_FILES) and error.filename is None and error.errno not in OF_THE_DISK:
             raise
         if not ranks.is_first:
             time.sleep(patience_s)
@@ -47,11 +50,14 @@ def user_errors(ranks: Ranks, patience_s: float = FIRST_RANK_PRINTS_WITHIN_S) ->
 
 def _phase(trace: TracebackType | None) -> str:
     """Where the run was: the innermost function of this project, such as one that waited for the other ranks."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace) if Path(frame.f_code.co_filename).is_relative_to(ROOT)]
-    if not frames:
-        return ""
-    code = frames[-1].f_code
-    return f", in {code.co_name} of {Path(code.co_filename).relative_to(ROOT)}"
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
+    # Beside what the environment holds, which often lies inside the checkout.
+    own = [code for code in codes if _is_own(Path(code.co_filename))]
+    return f", in {own[-1].co_name} of {Path(own[-1].co_filename).relative_to(ROOT)}" if own else ""
+
+
+def _is_own(file: Path) -> bool:
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
 
 
 def fail_together(error: UserError | None) -> None:
@@ -81,7 +87,8 @@ def fail_together(error: UserError | None) -> None:
 
 def _message(error: UserError | OSError, ranks: Ranks) -> str:
     # An OSError of this project's own carries a whole message; the system's carries a file and a reason.
-    is_systems = isinstance(error, OSError) and error.filename is not None
-    text = f"{error.filename}: {error.strerror}" if is_systems else str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     where = "" if ranks.is_first else f"{ranks}: "
     return f"error: {where}" + text.replace("\n", "\n  ")

@@ -1,31 +1,23 @@
 """The memory plan of a training run on a GPU: made before anything is loaded, and held against what is measured."""
 
-import math
 from dataclasses import replace
 
 import torch
 
 from bailing_mtp.config import DpoConfig, GrpoConfig, PretrainConfig, RolloutConfig, SftConfig
-from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.errors import UserError
 from bailing_mtp.model.build import build_on_meta
 from bailing_mtp.parallel.context import ParallelContext
-from bailing_mtp.rollout.engine import MAX_TEMPLATES
-from bailing_mtp.rollout.memory import MemoryPlan
-from bailing_mtp.rollout.reduced_head import read_draft_ids
-from bailing_mtp.training.activations import FP32, PassSizes, layer_of
-from bailing_mtp.training.memory_plan import GIB, PlanInputs, RolloutBytes, TrainingPlan, count_model, require_fit
-from bailing_mtp.weights.names import Shard
+from bailing_mtp.training.activations import PassSizes
+from bailing_mtp.training.memory_plan import GIB, PlanInputs, TrainingPlan, count_model, require_fit
 
 from .failure import fail_together
-from .session import DTYPES, Source, model_settings
+from .rollout_memory import rollout_bytes
+from .session import Source, model_settings
 
 TrainedConfig = PretrainConfig | SftConfig | DpoConfig | GrpoConfig
 STEPS_BEFORE_MEASURING = 2
 """The first step makes the moments, so that the second is the first that has all of them from its beginning."""
-LOGITS_IN_GRAPHS = 3
-"""Memory that the graphs of decode steps share, in fp32 logits of all tokens that a full step feeds: 2.7 to 3.7 were
-measured at 256 rows."""
 
 
 class MemoryWatch:
@@ -109,42 +101,3 @@ def plan_inputs(
         rollout=rollout_bytes(config, engine, passes, context) if isinstance(config, GrpoConfig) and engine else None,
         least_tokens=config.data.seq_tokens * (2 if isinstance(config, DpoConfig) else 1),
     )
-
-
-def rollout_bytes(
-    config: GrpoConfig, engine: RolloutConfig, passes: PassSizes, context: ParallelContext
-) -> RolloutBytes:
-    """Memory of the largest rollout of a run, as the engine will take it."""
-    assert engine.context_tokens is not None
-    arch, samples = passes.arch, config.sampling.samples_per_prompt
-    n_prompts = math.ceil(config.rl.prompts_per_rollout * config.rl.oversample)
-    # A rollout of held-out prompts may be larger than one of training.
-    most = engine.max_running if config.data.valid_path else -(-n_prompts // context.dp) * samples
-    rows = min(engine.max_running, most)
-    plan = MemoryPlan.build(
-        arch,
-        Shard(context.tp, context.tp_rank, context.ep, context.ep_rank),
-        engine.speculative_tokens,
-        rows,
-        min(MAX_TEMPLATES, n_prompts),
-        engine.context_tokens,
-        min(engine.block_tokens, engine.context_tokens),
-        DTYPES[config.model.dtype],
-        None if engine.memory_gb is None else int(engine.memory_gb * GIB),
-        beside_bytes=_draft_rows_bytes(engine, arch, passes),
-    )
-    fed_tokens = rows * (engine.speculative_tokens + 1)
-    graphs = LOGITS_IN_GRAPHS * fed_tokens * arch.vocab_size // context.tp * FP32 if engine.cuda_graphs else 0
-    # A prefill makes the tensors that a forward of training keeps, one block at a time.
-    prefill = PassSizes(arch, passes.settings, engine.prefill_tokens, context.tp, context.ep)
-    layers = [layer_of(prefill, layer) for layer in arch.trunk_plan()]
-    working = max(block.kept + block.again for layer in layers for block in (layer.mixer, layer.mlp))
-    return RolloutBytes(plan.total_bytes, graphs, working, stays=engine.keep_memory)
-
-
-def _draft_rows_bytes(engine: RolloutConfig, arch: Architecture, passes: PassSizes) -> int:
-    """Rows of the head that rollout.draft_vocabulary copies."""
-    if engine.draft_vocabulary is None:
-        return 0
-    n_ids = len(read_draft_ids(engine.draft_vocabulary, arch.vocab_size))
-    return -(-n_ids // passes.tp) * arch.hidden_size * passes.width

@@ -14,7 +14,7 @@ from bailing_mtp.rl.rewards import RewardRefused, require_judgeable
 from bailing_mtp.rollout.requests import Limits, check_prompt
 
 from .dialogues import open_tokens
-from .prompts import sampling_params
+from .prompts import require_context, sampling_params
 from .session import Source
 
 
@@ -58,7 +58,7 @@ def _check_sampling(
     train: PromptLoader, valid: PromptLoader | None, tokenizer: Tokenizer, source: Source, config: GrpoConfig
 ) -> None:
     """What the engine would refuse, before any weight is read; all prompts have the same settings."""
-    arch = source.arch
+    arch, context_tokens = source.arch, config.rollout.context_tokens
     longest = max(loader.longest_tokens for loader in (train, valid) if loader is not None)
     tokens = longest + config.sampling.max_new_tokens
     if tokens > arch.max_positions:
@@ -66,13 +66,16 @@ def _check_sampling(
             f"data.seq_tokens: the longest prompt, {longest} tokens, and sampling.max_new_tokens="
             f"{config.sampling.max_new_tokens} exceed the model's {arch.max_positions} positions"
         )
+    require_context(context_tokens, arch.max_positions)
+    if context_tokens is not None and tokens > context_tokens:
+        raise UserError(
+            f"rollout.context_tokens: {context_tokens} tokens do not hold the longest prompt, {longest} tokens, and "
+            f"sampling.max_new_tokens={config.sampling.max_new_tokens}; allowed: at least {tokens}, or null"
+        )
     limits = Limits(
-        context_tokens=config.rollout.context_tokens or tokens,
-        max_running=1,
-        max_stops=arch.vocab_size,
-        max_suppressed=arch.vocab_size,
+        context_tokens=tokens, max_running=1, max_stops=arch.vocab_size, max_suppressed=arch.vocab_size
     )
-    check_prompt(train.prompt(0, 0), tokenizer, arch.vocab_size, limits, config.data.path)
+    check_prompt(train.prompt(0, 0), tokenizer, arch.vocab_size, limits, "any prompt")
 
 
 def write_prompts(prompts: PromptLoader, run_dir: Path, tokenizer: Tokenizer) -> None:

@@ -124,11 +124,16 @@ def sampling_params(sampling: SamplingConfig, seed: int) -> SamplingParams:
     return SamplingParams(**values | {"seed": seed})
 
 
+def require_context(context_tokens: int | None, max_positions: int) -> None:
+    """Refuse a rollout.context_tokens that the model has no positions for; ConfigError."""
+    if (context_tokens or 0) > max_positions:
+        raise ConfigError(f"rollout.context_tokens: {context_tokens}; allowed: at most {max_positions}")
+
+
 def read_prompts(config: GenerateConfig, source: Source, tokenizer: Tokenizer | None) -> list[Prompt]:
     """The prompts of a run. Raises UserError, before any weight is read."""
     arch, context_tokens = source.arch, config.rollout.context_tokens
-    if (context_tokens or 0) > arch.max_positions:
-        raise ConfigError(f"rollout.context_tokens: {context_tokens}; allowed: at most {arch.max_positions}")
+    require_context(context_tokens, arch.max_positions)
 
     def chat() -> ChatFormat:
         path = tokenizer_path(config, source)

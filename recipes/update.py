@@ -69,9 +69,11 @@ def update(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the optimizer steps of an update that have it, or its first."""
+    """Each metric's mean over the optimizer steps of an update that have it, or that of the first step."""
     found: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
             found.setdefault(name, []).append(value)
-    return {name: values[0] if name in OF_THE_START else statistics.fmean(values) for name, values in found.items()}
+    means = {name: statistics.fmean(values) for name, values in found.items() if name not in OF_THE_START}
+    start = steps[0] if steps else {}
+    return means | {name: start[name] for name in OF_THE_START if name in start}

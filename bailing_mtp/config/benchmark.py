@@ -92,6 +92,8 @@ class BenchmarkConfig(RunConfig):
             problems.append(f"optim.name: {self.optim.name!r} is not used by what={what}; allowed here: adamw")
         if what != "grpo" and self.optim.offload != "none":
             problems.append(f"optim.offload: {self.optim.offload!r} is not measured by what={what}; allowed here: none")
+        if self.tp_sum == "peer" and (what != "decode" or self.parallel.tp == 1):
+            problems.append("tp_sum: 'peer' is for what=decode at parallel.tp > 1; allowed here: library")
         longest = max(self.fed_tokens)
         if self.context_tokens < longest:
             problems.append(f"context_tokens: {self.context_tokens} must be at least {longest}, the most of fed_tokens")
@@ -108,7 +110,7 @@ class BenchmarkConfig(RunConfig):
             )
         raise_if_any(problems)
         for k in self.drafts if what == "grpo" else (self.rollout.speculative_tokens,):
-            check_rollout(self.rollout.model_copy(update={"speculative_tokens": k}))
+            check_rollout(self.rollout.model_copy(update={"speculative_tokens": k}), self.parallel.tp)
         return self
 
     def _update_problems(self) -> list[str]:

@@ -138,6 +138,18 @@ def check_graphs(*, cuda_graphs: bool, kernels: str) -> None:
         )
 
 
+def check_tp_sum(*, tp_sum: str, kernels: str, tp: int) -> None:
+    """Refuse sums over peer memory where nothing is summed, or nothing is Triton's."""
+    problems = []
+    if tp_sum == "peer" and kernels != "triton":
+        problems.append(
+            f"rollout.tp_sum: 'peer' needs rollout.kernels=triton, and it is {kernels}; or set rollout.tp_sum=library"
+        )
+    if tp_sum == "peer" and tp == 1:
+        problems.append("rollout.tp_sum: 'peer' sums over parallel.tp ranks, and that is 1; allowed here: library")
+    raise_if_any(problems)
+
+
 def check_drafts(*, speculative_tokens: int, adaptive: bool, draft_vocabulary: str | None) -> None:
     """Refuse settings of drafts where there are none."""
     if speculative_tokens:

@@ -32,7 +32,7 @@ class GrpoConfig(RunConfig):
 
     @model_validator(mode="after")
     def _rollout_settings_agree(self) -> Self:
-        check_rollout(self.rollout)
+        check_rollout(self.rollout, self.parallel.tp)
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from .checks import check_drafts, check_graphs
+from .checks import check_drafts, check_graphs, check_tp_sum
 from .section import (
     Fraction,
     NonNegativeFloat,
@@ -52,8 +52,9 @@ class RolloutConfig(Section):
     """JSON file with the token ids that drafts are drawn from; null = all."""
 
 
-def check_rollout(rollout: RolloutConfig) -> None:
-    """Refuse keys that need one another, where a user gives them; ConfigError."""
+def check_rollout(rollout: RolloutConfig, tp: int) -> None:
+    """Refuse keys that need one another, or parallel.tp, where a user gives them; ConfigError."""
+    check_tp_sum(tp_sum=rollout.tp_sum, kernels=rollout.kernels, tp=tp)
     check_graphs(cuda_graphs=rollout.cuda_graphs, kernels=rollout.kernels)
     check_drafts(
         speculative_tokens=rollout.speculative_tokens,

@@ -29,6 +29,7 @@ from bailing_mtp.rollout.graphs import Capturer, CudaCapturer, StepGraphs
 from bailing_mtp.rollout.launch import DecodeSteps
 from bailing_mtp.rollout.lockstep import Lockstep, bucket, buckets
 from bailing_mtp.rollout.memory import GIB, MemoryPlan, RolloutMemory
+from bailing_mtp.rollout.peer_room import peer_bytes, peer_rows
 from bailing_mtp.rollout.prefill import prefill_kernels
 from bailing_mtp.rollout.program import Program
 from bailing_mtp.rollout.reduced_head import ReducedHead, read_draft_ids
@@ -265,6 +266,9 @@ class RolloutEngine:
 
     def _take_memory(self, view: WeightsView, limits: Limits) -> RolloutMemory:
         config, context = self._config, self._context
+        dtype, most = view.embedding_vH.dtype, limits.max_running
+        beside_bytes = peer_bytes(config, context.tp, most, view.arch.hidden_size, dtype)
+        beside_bytes += 0 if self._reduced is None else self._reduced.row_bytes(view.head_vH)
         plan = MemoryPlan.build(
             view.arch,
             Shard(context.tp, context.tp_rank, context.ep, context.ep_rank),
@@ -273,22 +277,22 @@ class RolloutEngine:
             limits.n_templates,
             limits.context_tokens,
             min(config.block_tokens, limits.context_tokens),
-            view.embedding_vH.dtype,
+            dtype,
             None if config.memory_gb is None else int(config.memory_gb * GIB),
             limits.max_stops,
             limits.max_suppressed,
-            0 if self._reduced is None else self._reduced.row_bytes(view.head_vH),
+            beside_bytes,
         )
         if self._memory is not None and self._memory.plan != plan:
             self.release()
         if self._memory is None:
-            self._memory = RolloutMemory(plan, context.device)
-            if config.tp_sum == "peer" and context.tp > 1:
-                rows = bucket(limits.max_running) * plan.records
-                group = self._step_context.tp_group
+            rows = peer_rows(config, context.tp, most)
+            if rows:
                 # Imports Triton, as only this key wants it.
                 peers = importlib.import_module("bailing_mtp.rollout.peers")
-                self._peers = peers.PeerSums.make(group, rows, plan.hidden_size, plan.dtype, context.device)
+                group, sizes = self._step_context.tp_group, (plan.hidden_size, dtype, context.device)
+                self._peers = peers.PeerSums.make(group, rows, *sizes)
+            self._memory = RolloutMemory(plan, context.device)
         return self._memory
 
     def _reduced_head(self, view: WeightsView) -> ReducedHead | None:

@@ -53,7 +53,7 @@ class MemoryPlan:
     max_stops: int
     max_suppressed: int
     beside_bytes: int = 0
-    """What the rollout holds beside this memory for as long: rows of a reduced head."""
+    """What the rollout holds beside this memory for as long: rows of a reduced head, rooms of sums over peer memory."""
 
     @staticmethod
     def build(

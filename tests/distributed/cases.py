@@ -141,7 +141,7 @@ def no_mtp_sites(reference: worlds.Reference, scratch: Path) -> None:
         result = train_step(state, batches, worlds.OBJECTIVE)
         assert result.counts["sites_depth1"] == int(worlds.microbatches(1)[0].shift(1).valid_T.sum())
         result = train_step(state, short, worlds.OBJECTIVE)
-        assert result.counts["sites_depth1"] == 0 and result.metrics["mtp/loss_depth1"] == 0
+        assert result.counts["sites_depth1"] == 0 and "mtp/loss_depth1" not in result.metrics
         assert all(torch.isfinite(p).all() for module in built.modules for p in module.parameters())
 
 

@@ -15,15 +15,16 @@ import torch.distributed as dist
 
 from bailing_mtp.config import MtpConfig, OptimConfig
 from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
+from bailing_mtp.kernels.reference.peer_norm import MOST_ROWS, add_rms_norm_of_parts
 from bailing_mtp.kernels.triton import train
 from bailing_mtp.kernels.triton.norm import add_rms_norm
 from bailing_mtp.model.build import BuiltModel, build_model
 from bailing_mtp.model.settings import ModelSettings
-from bailing_mtp.parallel.collectives import TWO_SHOT_ELEMENTS, PeerSum
+from bailing_mtp.parallel.collectives import TWO_SHOT_ELEMENTS, PeerSum, all_gather
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.rollout.graphs import CudaCapturer
-from bailing_mtp.rollout.peers import MAIL_ROWS, PeerSums
+from bailing_mtp.rollout.peers import PeerSums
 from bailing_mtp.training.objective import PretrainObjective
 from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import train_step
@@ -130,46 +131,58 @@ def peer_sums(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> N
     greedy_rollouts(reference, scratch, tp, ep, tp_sum="peer")
 
 
-def _assert_equal_pairs(found: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[torch.Tensor]]) -> None:
-    torch.cuda.synchronize()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-
-
 def peer_norms(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:
     """Sum, residual and norm in one launch: bit for bit the group's sum and the norm's own kernel, whatever row counts
-    follow one another, also by a graph; past the mailboxes' rows too."""
-    rows, H = (1, 40, 3, 200, MAIL_ROWS, MAIL_ROWS + 7, 1, 17), 1536
+    follow one another, past the mailboxes' rows too; by graphs and eager calls in turn, in rooms made again."""
+    rows, H = (1, 40, 3, 200, MOST_ROWS, MOST_ROWS + 7, 1, 17), 1536
     for dtype in (BF16, FP32):
         with worlds.layout(tp, ep) as context:
-            group, device = context.for_graphs.tp_group, context.device
-            peers = PeerSums.make(group, max(rows), H, dtype, device)
+            device = context.device
             own = torch.Generator(device).manual_seed(context.rank)
             common = torch.Generator(device).manual_seed(7)
             weight_H = torch.rand(H, generator=common, device=device).to(dtype)
             xs = [torch.randn(n, H, generator=common, device=device).to(dtype) for n in rows]
             parts = [torch.randn(n, H, generator=own, device=device).to(dtype) for n in rows]
-            wholes = [part.clone() for part in parts]
-            for whole in wholes:
-                dist.all_reduce(whole, group=context.tp_group)
-            expected = [add_rms_norm(x, whole, weight_H, 1e-6) for x, whole in zip(xs, wholes, strict=True)]
-            found: list[tuple[torch.Tensor, torch.Tensor]] = []
-            pairs = tuple(zip(xs, parts, strict=True))
+            gathered = [all_gather(part, context.tp_group) for part in parts]
+            expected = [add_rms_norm(x, whole.sum(0), weight_H, 1e-6) for x, whole in zip(xs, gathered, strict=True)]
+            for x, whole, pair in zip(xs, gathered, expected, strict=True):
+                for ours, twins in zip(pair, add_rms_norm_of_parts(x, whole, weight_H, 1e-6), strict=True):
+                    torch.testing.assert_close(ours, twins, atol=1e-5, rtol=1.6e-2 if dtype is BF16 else 1e-5)
+            for _ in range(2):
+                peers = PeerSums.make(context.for_graphs.tp_group, max(rows), H, dtype, device)
+                _check_norms(peers, tuple(zip(xs, parts, strict=True)), weight_H, expected)
 
-            def norms(found=found, pairs=pairs, peers=peers, weight_H=weight_H) -> None:
-                found[:] = [peers.add_rms_norm(x, part.clone(), weight_H, 1e-6) for x, part in pairs]
 
-            capturer = CudaCapturer(device)
-            capturer.warm_up(norms)
-            _assert_equal_pairs(found, expected)
-            graph = capturer.capture(norms)
-            for _ in range(5):
-                for pair in found:
-                    pair[0].zero_(), pair[1].zero_()
-                graph.replay()
-                _assert_equal_pairs(found, expected)
-            del graph, found[:]
-            capturer.release()
+def _check_norms(
+    peers: PeerSums,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    weight_H: torch.Tensor,
+    expected: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def norms() -> None:
+        found[:] = [peers.add_rms_norm(x, part.clone(), weight_H, 1e-6) for x, part in pairs]
+
+    def check(results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        torch.cuda.synchronize()
+        for ours, theirs in zip(results, expected, strict=True):
+            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+    capturer = CudaCapturer(weight_H.device)
+    capturer.warm_up(norms)
+    check(found)
+    graph = capturer.capture(norms)
+    captured = list(found)
+    for _ in range(5):
+        for pair in captured:
+            pair[0].zero_(), pair[1].zero_()
+        graph.replay()
+        check(captured)
+        norms()
+        check(found)
+    del graph, captured, found[:]
+    capturer.release()
 
 
 def graph_is_eager(reference: worlds.Reference, scratch: Path, tp: int, ep: int) -> None:

@@ -16,7 +16,8 @@ from bailing_mtp.rollout.memory import MemoryPlan
 from bailing_mtp.training.memory_plan import GIB, plan_training
 from bailing_mtp.weights.names import Shard
 from recipes.compose import compose
-from recipes.memory import LOGITS_IN_GRAPHS, MemoryWatch, plan_inputs, watch_memory
+from recipes.memory import MemoryWatch, plan_inputs, watch_memory
+from recipes.rollout_memory import LOGITS_IN_GRAPHS
 from recipes.session import Source
 from tests.distributed.worlds import layout
 

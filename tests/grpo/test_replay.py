@@ -110,7 +110,7 @@ def test_one_token_of_one_layer_moves_what_comes_after_it(context: ParallelConte
         routes_TLk[n_prompt + 2, layer] = (routes_TLk[n_prompt + 2, layer] + 1) % N_EXPERTS
         changed = dataclasses.replace(batch, routes_TLk=routes_TLk)
         (after,) = with_logprobs([changed], "old_logprob_T", state.trunk_module, context, TEMPERATURE)
-        moved_T = (after.old_logprob_T - before.old_logprob_T).abs() > 1e-6
+        moved_T = (after.old_logprob_T - before.old_logprob_T).abs() > 1e-5
         assert moved_T.nonzero().min() == n_prompt + 3
         assert moved_T.nonzero().max() < batch.layout.document_end_T[0]
 
@@ -200,7 +200,7 @@ def test_a_rank_without_samples_brings_the_same_sums(context: ParallelContext, b
     found = train_step(models.fixture_state(context), [make_policy_batch([]), batch], ON)
     assert found.metrics["rollout/route_agreement"] == 1
     empty = train_step(models.fixture_state(context), [make_policy_batch([])], ON)
-    assert empty.metrics["rollout/route_agreement"] == 0
+    assert "rollout/route_agreement" not in empty.metrics
     with pytest.raises(AssertionError, match="needs recorded routes"):
         train_step(models.fixture_state(context), [dataclasses.replace(batch, routes_TLk=None)], ON)
 

@@ -24,6 +24,8 @@ class SharedExpert(NamedTuple):
     def run(self, x_RH: Tensor, act: Callable[[Tensor, Tensor, float | None], Tensor]) -> Tensor:
         """Its result on the rows, [R, H]. act: swiglu, or another function like it."""
         (start, stop), width = self.channels, self.down_HF.shape[1]
+        if start == stop:
+            return torch.zeros_like(x_RH)
         if stop - start == width:
             gate_Rf, up_Rf = F.linear(x_RH, self.gate_up_2FH).chunk(2, dim=-1)
         else:

@@ -4,32 +4,24 @@ Every rank writes its part into the mailboxes of the others, four bytes beside t
 of eight, and waits for theirs: words arrive whole, so that there is neither a barrier nor a second way across.
 
 Shape legend: R rows, H channels, w words of four bytes of a row, W ranks. A mailbox holds a word of eight bytes for
-each [2, W, rows, w]: two exchanges, each sender, each row. A rank that is in its next exchange of a row has had this
-one's words from all others, and one that is two ahead knows that they have read its own; so two are enough.
+each [2, W, rows, w]: two exchanges, each sender, each row. Who is in the next exchange of a row has had this one's
+words from all others, and who is in the one after that knows that they have read his; so two are enough. A program
+sends before it waits, and blocks start in ascending order on every GPU: the lowest row that is open anywhere runs
+everywhere, so that more rows than fit a GPU at once wait for nothing that cannot start.
 
 Source: the small-message protocol of NCCL ("LL"), https://arxiv.org/abs/2507.04786, section III.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
+from bailing_mtp.kernels.reference.peer_norm import Mailboxes
 
-class Mailboxes(NamedTuple):
-    """addresses_W: int64, of every rank's mailbox as this one sees it; zeros before the first exchange. number_R:
-    int32 [rows], how many exchanges each row has had. rank: this one among them."""
-
-    addresses_W: Tensor
-    number_R: Tensor
-    rank: int
-
-    @staticmethod
-    def words(ranks: int, rows: int, H: int, itemsize: int) -> int:
-        """Words of eight bytes of a mailbox."""
-        return 2 * ranks * rows * (H * itemsize // 4)
+LIMIT_NS = tl.constexpr(1_800_000_000_000)
+"""Half an hour, as the other collectives wait: ranks may compile or capture at different times."""
 
 
 @triton.jit
@@ -49,6 +41,19 @@ def _look(address_w):
     return tl.inline_asm_elementwise(
         "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [address_w], dtype=tl.int64, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def _received(address_w, number):
+    """Words of the exchange of this number, once all are there. A rank that never sends ends the program's process
+    with an error of the device."""
+    packet_w = _look(address_w)
+    began_ns = globaltimer()
+    while tl.min(((packet_w >> 32) == number).to(tl.int32), axis=0) == 0:
+        packet_w = _look(address_w)
+        if globaltimer() - began_ns > LIMIT_NS:
+            tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return packet_w.to(tl.int32)
 
 
 @triton.jit
@@ -97,11 +102,7 @@ def _exchange_add_norm(
         word_w = own_w
         if peer != RANK:
             place_w = ((half + peer) * rows + row) * WORDS + ids_w
-            mail_w = tl.load(addresses + RANK) + place_w * 8
-            packet_w = _look(mail_w)
-            while tl.min(((packet_w >> 32) == number).to(tl.int32), axis=0) == 0:
-                packet_w = _look(mail_w)
-            word_w = packet_w.to(tl.int32)
+            word_w = _received(tl.load(addresses + RANK) + place_w * 8, number)
         total_H += _values(word_w, HALVES)
     # After a wait, so that every warp has read the number.
     tl.store(numbers + row, number)
@@ -121,11 +122,12 @@ def _exchange_add_norm(
 def exchange_add_rms_norm(
     x_RH: Tensor, part_RH: Tensor, weight_H: Tensor, eps: float, mail: Mailboxes
 ) -> tuple[Tensor, Tensor]:
-    """x + the sum of all ranks' parts, added in fp32 in the order of the ranks and rounded once, and its norm: as
-    kernels.reference.norm.add_rms_norm of that sum. All ranks call with as many rows, on one stream each."""
+    """As kernels.reference.peer_norm.add_rms_norm_of_parts of all ranks' parts, of which this is one. All ranks call
+    with as many rows, on one stream each."""
     (R, H), itemsize = x_RH.shape, x_RH.element_size()
     assert x_RH.is_contiguous() and part_RH.is_contiguous() and part_RH.shape == x_RH.shape
-    assert part_RH.dtype == x_RH.dtype and R <= mail.number_R.shape[0] and H * itemsize % 4 == 0
+    assert part_RH.dtype == x_RH.dtype and x_RH.dtype in (torch.bfloat16, torch.float32)
+    assert R <= mail.number_R.shape[0] and H * itemsize % 4 == 0
     words, halves = H * itemsize // 4, itemsize == 2
     words_pad = triton.next_power_of_2(words)
     out_RH, sum_RH = torch.empty_like(x_RH), torch.empty_like(x_RH)
