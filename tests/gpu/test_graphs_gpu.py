@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from bailing_mtp.config import RolloutConfig
 from bailing_mtp.contracts.architecture import Architecture
 from bailing_mtp.contracts.samples import Prompt, Sample, SamplingParams
+from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.rollout.engine import RolloutEngine
 from bailing_mtp.rollout.lockstep import buckets
 from bailing_mtp.rollout.requests import Limits
@@ -25,28 +25,28 @@ PLAIN = SamplingParams(max_new_tokens=40, seed=3)
 MIB = 2**20
 
 
+class Rig(NamedTuple):
+    """Random weights, and the GPU that holds them."""
+
+    view: WeightsView
+    context: ParallelContext
+
+
 @pytest.fixture(scope="module")
-def view() -> Iterator[WeightsView]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+def rig(context: ParallelContext) -> Rig:
     sizes = {
         "hidden_size": 256, "head_dim": 64, "v_head_dim": 64, "vocab_size": 5000, "kv_lora_rank": 64,
         "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rotary_dim": 32,
     }  # fmt: skip
     arch = Architecture.from_hf(tiny_config(**sizes), "test")
-    yield random_view(arch, Draw(torch.device("cuda"), torch.bfloat16, 1))
+    return Rig(random_view(arch, Draw(context.device, torch.bfloat16, 1)), context)
 
 
-def make_engine(view: WeightsView, k: int, told: list[str] | None = None, **config: object) -> RolloutEngine:
-    context = SimpleNamespace(
-        tp=1, tp_rank=0, tp_group=None, ep=1, ep_rank=0, ep_group=None, dp=1, dp_rank=0, dp_group=None,
-        device=torch.device("cuda"), sum_over_dp=lambda values: [float(value) for value in values],
-    )  # fmt: skip
+def make_engine(rig: Rig, k: int, told: list[str] | None = None, **config: object) -> RolloutEngine:
     settings = {"max_running": 24, "keep_memory": True, "kernels": "triton", "cuda_graphs": True} | config
     told = [] if told is None else told
-    return RolloutEngine(
-        lambda: view, context, RolloutConfig(speculative_tokens=k, **settings), tell=told.append
-    )
+    rollout = RolloutConfig(speculative_tokens=k, **settings)
+    return RolloutEngine(lambda: rig.view, rig.context, rollout, tell=told.append)
 
 
 def prompts(n: int, sampling: SamplingParams = PLAIN) -> list[Prompt]:
@@ -59,13 +59,13 @@ def samples(engine: RolloutEngine, asked: list[Prompt], step: int = 0) -> list[S
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("n", [1, 3, 11, 24])
-def test_a_graph_is_the_eager_step_bit_for_bit(view: WeightsView, k: int, n: int):
+def test_a_graph_is_the_eager_step_bit_for_bit(rig: Rig, k: int, n: int):
     """Tokens and log-probabilities; rows end at other times, so that several buckets take part."""
     asked = prompts(n) + [
         Prompt(prompt_ids=(9, 8), index=100 + i, sampling=SamplingParams(max_new_tokens=3 + 2 * i, seed=i))
         for i in range(n // 2)
     ]
-    graphed, eager = make_engine(view, k), make_engine(view, k, cuda_graphs=False)
+    graphed, eager = make_engine(rig, k), make_engine(rig, k, cuda_graphs=False)
     found, expected = samples(graphed, asked), samples(eager, asked)
     assert found == expected
     shapes = {shape.rows for shape in graphed._steps.graphs._graphs}
@@ -76,10 +76,10 @@ def test_a_graph_is_the_eager_step_bit_for_bit(view: WeightsView, k: int, n: int
 
 
 @pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"suppress_token_ids": (3, 4)}, {"temperature": 0.0}])
-def test_every_set_of_rules_can_be_captured(view: WeightsView, rules: dict):
+def test_every_set_of_rules_can_be_captured(rig: Rig, rules: dict):
     asked = prompts(5, SamplingParams(max_new_tokens=12, seed=3, **rules)) + [Prompt(prompt_ids=(5,), index=50)]
     asked[-1] = Prompt(prompt_ids=(5,), index=50, sampling=PLAIN)
-    graphed, eager = make_engine(view, 2), make_engine(view, 2, cuda_graphs=False)
+    graphed, eager = make_engine(rig, 2), make_engine(rig, 2, cuda_graphs=False)
     found, expected = samples(graphed, asked), samples(eager, asked)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.response_ids == theirs.response_ids and ours.logprobs == theirs.logprobs
@@ -87,8 +87,8 @@ def test_every_set_of_rules_can_be_captured(view: WeightsView, rules: dict):
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_the_host_waits_for_nothing_inside_a_step(view: WeightsView, k: int):
-    engine = make_engine(view, k)
+def test_the_host_waits_for_nothing_inside_a_step(rig: Rig, k: int):
+    engine = make_engine(rig, k)
     session = engine.open(Limits(context_tokens=400, max_running=8, n_templates=0))
     for prompt in prompts(8, SamplingParams(max_new_tokens=380, seed=1)):
         session.submit(prompt)
@@ -109,18 +109,18 @@ def test_the_host_waits_for_nothing_inside_a_step(view: WeightsView, k: int):
     engine.release()
 
 
-def test_graphs_outlive_updates_of_the_weights_and_many_rollouts(view: WeightsView):
+def test_graphs_outlive_updates_of_the_weights_and_many_rollouts(rig: Rig):
     told: list[str] = []
-    engine, asked = make_engine(view, 2, told), prompts(9)
+    engine, asked = make_engine(rig, 2, told), prompts(9)
     first = samples(engine, asked)
     with torch.no_grad():
-        view.head_vH.mul_(2.0)  # and back, exactly
+        rig.view.head_vH.mul_(2.0)  # and back, exactly
     try:
         changed = samples(engine, asked)
-        assert changed == samples(make_engine(view, 2, cuda_graphs=False), asked) != first
+        assert changed == samples(make_engine(rig, 2, cuda_graphs=False), asked) != first
     finally:
         with torch.no_grad():
-            view.head_vH.div_(2.0)
+            rig.view.head_vH.div_(2.0)
     assert samples(engine, asked) == first
     for step in range(10):
         samples(engine, asked, step)
@@ -129,12 +129,12 @@ def test_graphs_outlive_updates_of_the_weights_and_many_rollouts(view: WeightsVi
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_memory_returns_to_where_it_was(view: WeightsView, graphs: bool):
+def test_memory_returns_to_where_it_was(rig: Rig, graphs: bool):
     """After a first rollout, which leaves the libraries their workspaces."""
-    samples(make_engine(view, 2, keep_memory=False), prompts(9))
+    samples(make_engine(rig, 2, keep_memory=False), prompts(9))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    engine = make_engine(view, 2, keep_memory=False, cuda_graphs=graphs)
+    engine = make_engine(rig, 2, keep_memory=False, cuda_graphs=graphs)
     for step in range(3):
         samples(engine, prompts(9), step)
         assert engine.memory_bytes == 0
@@ -142,7 +142,7 @@ def test_memory_returns_to_where_it_was(view: WeightsView, graphs: bool):
         assert abs(torch.cuda.memory_allocated() - before) <= MIB
 
 
-def test_many_requests_over_few_slots(view: WeightsView):
+def test_many_requests_over_few_slots(rig: Rig):
     """200 requests of other lengths over 8 slots with graphs: the tokens of eager steps, nothing left behind."""
     asked = [
         Prompt(
@@ -152,7 +152,7 @@ def test_many_requests_over_few_slots(view: WeightsView):
         )
         for i in range(200)
     ]
-    graphed, eager = (make_engine(view, 2, max_running=8, cuda_graphs=on) for on in (True, False))
+    graphed, eager = (make_engine(rig, 2, max_running=8, cuda_graphs=on) for on in (True, False))
     found, expected = samples(graphed, asked), samples(eager, asked)
     assert [s.response_ids for s in found] == [s.response_ids for s in expected]
     assert all(len(s.response_ids) == 1 + s.prompt_index % 13 for s in found)
