@@ -74,6 +74,7 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for metrics in steps:
         for name, value in metrics.items():
             found.setdefault(name, []).append(value)
-    means = {name: statistics.fmean(values) for name, values in found.items() if name not in OF_THE_START}
-    start = steps[0] if steps else {}
-    return means | {name: start[name] for name in OF_THE_START if name in start}
+    for name in OF_THE_START:
+        if name in found:
+            found[name] = [steps[0][name]] if name in steps[0] else []
+    return {name: statistics.fmean(values) for name, values in found.items() if values}

@@ -109,8 +109,15 @@ def test_a_line_that_the_reward_could_not_judge_is_refused_at_the_start(
         opened(good, {"prompt": "2 + 2 ="})
     assert "prompts.jsonl:2: " in str(caught.value) and lacks in str(caught.value)
     # What the engine would refuse, before there is one.
-    with pytest.raises(UserError, match=r"prompts\.jsonl: sampling\.stop_token_ids: 9999 is no token; allowed: 0 to"):
+    with pytest.raises(UserError, match=r"^any prompt: sampling\.stop_token_ids: 9999 is no token; allowed: 0 to"):
         opened(good, sampling={"stop_token_ids": [9999]})
+    long = good | {"prompt": "1 + 1 + 1 + 1 + 1 + 1 + 1 ="}
+    least = opened(long).train.longest_tokens + 9
+    assert len(opened(good, long, rollout={"context_tokens": least}).train) == 2
+    with pytest.raises(UserError, match=rf"^rollout\.context_tokens: {least - 1} tokens do not .*at least {least}"):
+        opened(good, long, rollout={"context_tokens": least - 1})
+    with pytest.raises(UserError, match=r"^rollout\.context_tokens: 99999999; allowed: at most "):
+        opened(good, rollout={"context_tokens": 99_999_999})
 
 
 def test_the_users_own_reward_may_need_no_answer():

@@ -182,3 +182,5 @@ def test_a_step_without_a_metric_has_no_part_in_its_mean():
     steps.append({"policy/loss": 5.0, "mtp/loss_depth1": 0.5, "rollout/logprob_gap": 9.0})
     expected = {"policy/loss": 3.0, "rollout/logprob_gap": 0.25, "mtp/loss_depth1": 0.5}
     assert over_steps(steps) == expected and list(over_steps(steps)) == list(expected)
+    # Later steps have other weights than those that rolled out.
+    assert "rollout/logprob_gap" not in over_steps([{"policy/loss": 1.0}, *steps])
