@@ -19,7 +19,7 @@ export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 # Given by the user, read by the launch scripts:
 #   PYTHON        interpreter, for a machine or a container whose own Python holds everything
 #   NPROC         ranks a node, where it is not the number of visible GPUs (CUDA_VISIBLE_DEVICES, else nvidia-smi)
-#   CONSTRAINTS   file of pinned versions for install.sh, such as constraints-h200.txt
+#   CONSTRAINTS   file of pinned versions for install.sh, such as launch/constraints-h200.txt
 #   MEASURE_DIR   where measure.sh writes, if not outputs/measure/<timestamp>
 #   SWEEP         file of overrides, a line for each task of a job array
 #   SRUN_OPTIONS  options for srun, such as those of its container plugin

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the package and its dependencies into a virtual environment: launch/install.sh <venv>
-# CONSTRAINTS=<file> pins versions, such as those of constraints-h200.txt.
+# CONSTRAINTS=<file> pins versions, such as those of launch/constraints-h200.txt.
 # Does nothing when that was done already for this setup.cfg, these constraints and this checkout.
 set -euo pipefail
 

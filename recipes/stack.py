@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-MEASURED = Path(__file__).resolve().parents[1] / "constraints-h200.txt"
+MEASURED = Path(__file__).resolve().parents[1] / "launch" / "constraints-h200.txt"
 
 
 def pins(text: str) -> dict[str, str]:

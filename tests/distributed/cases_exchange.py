@@ -20,7 +20,6 @@ from bailing_mtp.model.moe import GroupedMoeLayer, _Experts
 from bailing_mtp.model.settings import ModelSettings
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.activations import PassSizes, moe_block
-from bailing_mtp.training.state import DdpOptions, build_state
 from tests.distributed import worlds
 from tests.kernels.decode_cases import Draw
 from tests.mtp import models
@@ -44,15 +43,7 @@ def _gradients(reference: worlds.Reference, context: ParallelContext, settings: 
     built = worlds.fixture_model("moe", context, settings)
     layers = [module for part in built.modules for module in part.modules() if isinstance(module, GroupedMoeLayer)]
     assert len(layers) > 1
-    state = build_state(built, context, worlds.OPTIM, 10, DdpOptions(overlap_grad_reduce=False))
-    mine = worlds.uneven_microbatches()[context.dp_rank :: context.dp]
-    routed = worlds.gradients(state, mine, worlds.CHAIN)
-    worst = worlds.largest_difference(built, context, reference.chain_grads, "grad")
-    assert worst[0] <= 1e-4, f"gradient of {worst[1]} differs by {worst[0]}"
-    for name, counts in routed.items():
-        dist.all_reduce(counts)
-        assert torch.equal(counts.cpu(), reference.chain_routed[name]), name
-    return models.main_grads(state)
+    return models.main_grads(worlds.chain_state(reference, built, context))
 
 
 def exchanged(

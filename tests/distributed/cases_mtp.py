@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bailing_mtp.contracts.batch import TokenBatch
 from bailing_mtp.parallel.context import ParallelContext
 from bailing_mtp.training.objective import Objective
-from bailing_mtp.training.state import DdpOptions, TrainState, build_state
+from bailing_mtp.training.state import TrainState, build_state
 from bailing_mtp.training.step import train_step
 from bailing_mtp.training.update import TrainingDiverged
 from tests.distributed import worlds
@@ -25,15 +25,8 @@ def chain_gradients(reference: worlds.Reference, scratch: Path, tp: int, ep: int
     """Two joint soft depths, microbatches of very different site counts: gradients and router counts; then the
     metrics of a step with overlapped reduction, gradient norms among them."""
     with worlds.layout(tp, ep) as context:
-        built = worlds.fixture_model("moe", context)
-        state = build_state(built, context, worlds.OPTIM, 10, DdpOptions(overlap_grad_reduce=False))
+        worlds.chain_state(reference, worlds.fixture_model("moe", context), context)
         mine = worlds.uneven_microbatches()[context.dp_rank :: context.dp]
-        routed = worlds.gradients(state, mine, worlds.CHAIN)
-        worst = worlds.largest_difference(built, context, reference.chain_grads, "grad")
-        assert worst[0] <= 1e-4, f"gradient of {worst[1]} differs by {worst[0]}"
-        for name, counts in routed.items():
-            dist.all_reduce(counts)
-            assert torch.equal(counts, reference.chain_routed[name]), name
         metrics = train_step(_state(context), mine, worlds.CHAIN).metrics
         assert metrics == pytest.approx(reference.chain_metrics, rel=1e-4, abs=1e-5)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bailing_mtp.config import MtpConfig, OptimConfig
@@ -149,6 +150,19 @@ def gradients(
     }
     finish_gradients(state, reduce_whole=True)
     return routed
+
+
+def chain_state(reference: Reference, built: BuiltModel, context: ParallelContext) -> TrainState:
+    """After the gradients of two joint soft depths on microbatches of very different site counts, which, and the router
+    counts, are those of one process."""
+    state = build_state(built, context, OPTIM, 10, DdpOptions(overlap_grad_reduce=False))
+    routed = gradients(state, uneven_microbatches()[context.dp_rank :: context.dp], CHAIN)
+    worst = largest_difference(built, context, reference.chain_grads, "grad")
+    assert worst[0] <= 1e-4, f"gradient of {worst[1]} differs by {worst[0]}"
+    for name, counts in routed.items():
+        dist.all_reduce(counts)
+        assert torch.equal(counts.cpu(), reference.chain_routed[name]), name
+    return state
 
 
 def three_steps(state: TrainState, batches: list[TokenBatch]) -> list[dict[str, float]]:
