@@ -192,6 +192,11 @@ def test_a_programmers_error_is_told_with_rank_and_host():
         raise ZeroDivisionError("a programmer's error")
     phase = "in test_a_programmers_error_is_told_with_rank_and_host of tests/config/test_run.py"
     assert end.value.__notes__ == [f"on rank 1 (there), {phase}"]
+    # An environment may lie inside the checkout: what it holds is not where the run was.
+    library = compile("1 / 0", str(ROOT / ".venv" / "lib" / "site-packages" / "library.py"), "exec")
+    with pytest.raises(ZeroDivisionError) as end, user_errors(SECOND):
+        exec(library)
+    assert end.value.__notes__ == [f"on rank 1 (there), {phase}"]
     with pytest.raises(ZeroDivisionError) as end, user_errors(ALONE):
         raise ZeroDivisionError("a programmer's error")
     assert not hasattr(end.value, "__notes__")
